@@ -1,0 +1,13 @@
+"""The one family of errors. A message says what, where, the numbers on both sides, and what to try."""
+
+
+class ScrimpError(Exception):
+    """Base of every error scrimp raises on purpose."""
+
+
+class LayoutError(ScrimpError):
+    """A mesh, a layout or a shape that does not make sense, alone or together."""
+
+
+class MoveError(ScrimpError):
+    """A move between layouts that cannot be made, or that failed while running."""

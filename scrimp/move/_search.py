@@ -1,0 +1,298 @@
+"""The search for collective programs in normal form.
+
+A type is, for each dim, the stack of mesh atoms it is split over (an atom is a prime sub-axis, or a run of them
+that never part). A program in normal form is
+
+    src --slice*, reduce_scatter*--> a --all_to_all*--> [permute] --all_to_all*--> b --all_gather*--> dst
+
+With L the local size between a and b, and item the bytes of an element, its price is, over a link of rate B,
+
+    fall   a reduce_scatter over m:   L_before * (m-1)/m / B          (slices are free)
+    flat   an all_to_all over m:      L * (m-1)/m / B;   a permute:   L / B
+    rise   all gathers together:      (L_out - L) / B
+
+plus a latency per message. So the search walks from both ends towards the middle: `fall` lists the types a, `rise`
+the types b (a gather is a push seen from the end), all_to_alls widen either list by a level, and the two lists meet
+either in the same type, or in types whose dims are cut into equally many tiles, joined by a permute. Since every
+all_to_all costs at least L/2, few levels are enough: a path is dropped once it costs as much as the best one found.
+
+Two spaces are searched. In the label space atoms keep their names; it finds programs without a permute and is exact
+on small meshes. In the size space atoms of equal size are the same; only permuted programs can be found there, but it
+has as many types as there are ways to write a size (715 for 512 devices and 4 dims), so it never explodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+Type = tuple[tuple[int, ...], ...]
+
+EXACT_ATOMS = 4  # up to this many atoms the label space is searched whole
+LABEL_TYPES = 600  # beyond that many types on a side, the label space keeps the ones with fewest pushes
+KEEP = 8  # programs handed on to be priced exactly
+
+
+class Op(NamedTuple):
+    kind: str
+    atoms: tuple[int, ...]
+    dim: int = -1
+    to_dim: int = -1
+
+
+class Node(NamedTuple):
+    """A type that can be reached from src (or that can reach dst), the price so far, and how."""
+
+    dims: Type
+    counts: tuple[int, ...]
+    local: int
+    price: float
+    ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """A program over atoms; `relabel` is the type a permute ends in, between the ops before and after it."""
+
+    price: float
+    before: tuple[Op, ...]
+    relabel: Type | None
+    after: tuple[Op, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """A move over atoms. `sizes`, `latency` and `pace` (seconds per element) are per atom; `reduced` atoms are
+    partial in src only, `kept` atoms partial in both."""
+
+    shape: tuple[int, ...]
+    padded: tuple[int, ...]
+    cap: int
+    sizes: tuple[int, ...]
+    latency: tuple[float, ...]
+    pace: tuple[float, ...]
+    src: Type
+    dst: Type
+    reduced: tuple[int, ...]
+    kept: tuple[int, ...]
+    by_size: bool
+
+    def counts(self, dims: Type) -> tuple[int, ...]:
+        return tuple(prod(self.sizes[atom] for atom in atoms) for atoms in dims)
+
+    def local(self, counts: tuple[int, ...]) -> int:
+        numel = 1
+        for size, whole, count in zip(self.shape, self.padded, counts, strict=True):
+            numel *= min(size, whole // count)
+        return numel
+
+    def key(self, dims: Type) -> object:
+        """What makes two types the same in this space."""
+        return tuple(tuple(self.sizes[a] for a in atoms) for atoms in dims) if self.by_size else dims
+
+
+def search(space: Space) -> list[Path]:
+    """The cheapest programs in this space, best first."""
+    found = _Found(space)
+    rise = _rise(space)
+    fall = _fall(space)
+    back = [rise]  # back[k]: types that reach dst by k all_to_alls, then gathers
+    front = [fall]
+    found.join(front[0], back[0])
+    front.append(_all_to_all(space, front[0], found.hopeless, reverse=False))
+    found.join(front[1], back[0])
+    back.append(_all_to_all(space, back[0], found.hopeless, reverse=True))
+    if space.by_size:
+        found.join(front[0], back[1])
+    found.join(front[1], back[1])
+    front.append(_all_to_all(space, front[1], found.hopeless, reverse=False))
+    found.join(front[2], back[1])
+    if not space.by_size:
+        found.join(front[0], back[1])
+    return found.paths()
+
+
+class _Found:
+    """The programs found so far, and the price that a better one must beat."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.out = space.local(space.counts(space.dst))
+        self.fastest = min(space.pace, default=0.0)
+        self.best = float("inf")
+        self.all: dict[object, Path] = {}
+
+    def hopeless(self, node: Node, *, reverse: bool) -> bool:
+        """Whether no program through this node can be the best: it must still rise to the end's size."""
+        return node.price + (0 if reverse else (self.out - node.local) * self.fastest) >= self.best
+
+    def join(self, front: dict[object, Node], back: dict[object, Node]) -> None:
+        if not self.space.by_size:
+            for key in front.keys() & back.keys():
+                self._add(front[key], back[key], None, 0.0)
+        by_counts: dict[tuple[int, ...], Node] = {}
+        for node in back.values():
+            other = by_counts.get(node.counts)
+            if other is None or node.price < other.price:
+                by_counts[node.counts] = node
+        for node in front.values():
+            other = by_counts.get(node.counts)
+            if other is not None and other.dims != node.dims:
+                self._add(node, other, other.dims, self._permute_price(node, other))
+
+    def _permute_price(self, a: Node, b: Node) -> float:
+        moved = {
+            atom
+            for have, want in zip(a.dims, b.dims, strict=True)
+            if have != want
+            for atom in {*have, *want}
+        }
+        space = self.space
+        return max(space.latency[atom] for atom in moved) + a.local * max(space.pace[atom] for atom in moved)
+
+    def _add(self, a: Node, b: Node, relabel: Type | None, price: float) -> None:
+        price += a.price + b.price
+        if price > 2 * self.best:
+            return
+        self.best = min(self.best, price)
+        path = Path(price=price, before=a.ops, relabel=relabel, after=b.ops[::-1])
+        kinds = tuple(op.kind for op in path.before + path.after)
+        # One program for each outline: those that differ in labels alone are priced alike.
+        outline = (round(price, 15), relabel is None, kinds.count("all_to_all"), len(path.after))
+        old = self.all.get(outline)
+        if old is None or (len(kinds), path.before, path.after) < (len(old.before + old.after), old.before, old.after):
+            self.all[outline] = path
+
+    def paths(self) -> list[Path]:
+        order = sorted(self.all.values(), key=lambda path: (path.price, len(path.before) + len(path.after)))
+        return order[:KEEP]
+
+
+def _fall(space: Space) -> dict[object, Node]:
+    """All types that slices, then the reduce_scatters of every reduced atom, make of src."""
+    counts = space.counts(space.src)
+    start = Node(space.src, counts, space.local(counts), 0.0, ())
+    used = {atom for atoms in space.src for atom in atoms} | {*space.reduced, *space.kept}
+    sliced = _push_all(space, start, [a for a in range(len(space.sizes)) if a not in used], lambda *_: ("slice", 0.0))
+    if not space.reduced:
+        return sliced
+
+    def scatter(before: int, after: int, atom: int) -> tuple[str, float]:
+        messages = space.sizes[atom] - 1
+        return "reduce_scatter", space.latency[atom] * messages + (before - after) * space.pace[atom]
+
+    reduced: dict[object, Node] = {}
+    for node in sliced.values():
+        for key, full in _push_all(space, node, list(space.reduced), scatter, whole=True).items():
+            if key not in reduced or full.price < reduced[key].price:
+                reduced[key] = full
+    return reduced
+
+
+def _rise(space: Space) -> dict[object, Node]:
+    """All types from which gathers alone reach dst."""
+    counts = space.counts(space.dst)
+    start = Node(space.dst, counts, space.local(counts), 0.0, ())
+    used = {atom for atoms in space.dst for atom in atoms} | {*space.kept}
+
+    def gather(before: int, after: int, atom: int) -> tuple[str, float]:
+        messages = space.sizes[atom] - 1
+        return "all_gather", space.latency[atom] * messages + (before - after) * space.pace[atom]
+
+    return _push_all(space, start, [a for a in range(len(space.sizes)) if a not in used], gather)
+
+
+def _push_all(
+    space: Space,
+    start: Node,
+    atoms: list[int],
+    price: Callable[[int, int, int], tuple[str, float]],
+    whole: bool = False,
+) -> dict[object, Node]:
+    """Every way to push some of the atoms (or, `whole`, all of them) on the dims, fewest pushes first."""
+    rank = len(space.shape)
+    likes = {atom: _like(space, atom) for atom in atoms}
+    level: dict[object, Node] = {space.key(start.dims): start}
+    found = dict(level)
+    for _ in atoms:
+        wider: dict[object, Node] = {}
+        for node in level.values():
+            taken = {atom for stack in node.dims for atom in stack}
+            tried: set[object] = set()
+            for atom in atoms:
+                if atom in taken or likes[atom] in tried:
+                    continue  # of atoms that are alike only the first free one is pushed
+                tried.add(likes[atom])
+                for dim in range(rank):
+                    count = node.counts[dim] * space.sizes[atom]
+                    if space.padded[dim] % count:
+                        continue
+                    dims = node.dims[:dim] + ((*node.dims[dim], atom),) + node.dims[dim + 1 :]
+                    key = space.key(dims)
+                    if key in wider:
+                        continue
+                    counts = node.counts[:dim] + (count,) + node.counts[dim + 1 :]
+                    local = space.local(counts)
+                    kind, cost = price(node.local, local, atom)
+                    wider[key] = Node(dims, counts, local, node.price + cost, (*node.ops, Op(kind, (atom,), dim)))
+        level = wider
+        found.update(wider)
+        if not space.by_size and len(found) > LABEL_TYPES and len(space.sizes) > EXACT_ATOMS and not whole:
+            break
+    return level if whole else found
+
+
+def _like(space: Space, atom: int) -> object:
+    """Atoms with the same answer can stand for each other: all of a size in the size space, else those that
+    neither end names."""
+    named = any(atom in atoms for atoms in (*space.src, *space.dst)) or atom in space.reduced
+    if named and not space.by_size:
+        return atom
+    return ("like", space.sizes[atom], space.latency[atom], space.pace[atom])
+
+
+def _all_to_all(
+    space: Space, nodes: dict[object, Node], hopeless: Callable[..., bool], *, reverse: bool
+) -> dict[object, Node]:
+    """Every type one all_to_all further (or, reversed, one before)."""
+    found: dict[object, Node] = {}
+    for node in nodes.values():
+        if hopeless(node, reverse=reverse):
+            continue
+        for dims, counts, op in _moves(space, node, reverse):
+            local = space.local(counts)
+            if local > space.cap:
+                continue
+            m = prod(space.sizes[atom] for atom in op.atoms)
+            pace = max(space.pace[atom] for atom in op.atoms)
+            latency = max(space.latency[atom] for atom in op.atoms)
+            price = node.price + latency * (m - 1) + node.local * pace * (m - 1) / m
+            further = Node(dims, counts, local, price, (*node.ops, op))
+            if hopeless(further, reverse=reverse):
+                continue
+            key = space.key(dims)
+            old = found.get(key)
+            if old is None or price < old.price:
+                found[key] = further
+    return found
+
+
+def _moves(space: Space, node: Node, reverse: bool) -> Iterator[tuple[Type, tuple[int, ...], Op]]:
+    rank = len(space.shape)
+    for dim in range(rank):
+        stack = node.dims[dim]
+        m = 1
+        for split in range(len(stack) - 1, -1, -1):
+            m *= space.sizes[stack[split]]
+            block = stack[split:]
+            for to_dim in range(rank):
+                count = node.counts[to_dim] * m
+                if to_dim == dim or space.padded[to_dim] % count:
+                    continue
+                dims, counts = list(node.dims), list(node.counts)
+                dims[dim], dims[to_dim] = stack[:split], dims[to_dim] + block
+                counts[dim], counts[to_dim] = counts[dim] // m, count
+                op = Op("all_to_all", block, to_dim, dim) if reverse else Op("all_to_all", block, dim, to_dim)
+                yield tuple(dims), tuple(counts), op

@@ -1,0 +1,156 @@
+"""`synthesize`: candidates from the search, priced exactly, checked, the cheapest kept.
+
+Candidates are the collective programs of `_search`; where `direct` is allowed also each of them with its flat steps
+fused into one exchange, and the direct alltoallv. Prices are latency per message and bytes per second over the
+slowest axis a step crosses; equal prices are settled by bytes, number of steps, and text, so that every rank of
+every run picks the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+
+from scrimp.cluster import Cluster
+from scrimp.errors import LayoutError, MoveError
+from scrimp.layout import Layout, Mesh
+from scrimp.move._atoms import Atoms, glued_atoms, prime_atoms
+from scrimp.move._check import check
+from scrimp.move._dtypes import ITEMSIZE, SUMMABLE, dtype_name
+from scrimp.move._program import FLAT, Program, Step, padding
+from scrimp.move._search import EXACT_ATOMS, Path, search
+from scrimp.move._steps import all_reduce_step, fused, priced, steps_of
+
+_DEFAULT = Cluster()
+
+
+def synthesize(
+    shape: Sequence[int],
+    mesh: Mesh,
+    src: Layout | str,
+    dst: Layout | str,
+    *,
+    dtype: object = "float32",
+    cluster: Cluster | None = None,
+    direct: bool = True,
+) -> Program:
+    """The cheapest program from `src` to `dst` that never holds more than the larger of the two tiles.
+
+    `direct=False` leaves out the alltoallv of arbitrary parts: collectives only (unless uneven tiles do not nest,
+    where nothing else is possible)."""
+    return _synthesize(
+        tuple(shape), mesh, Layout.parse(src), Layout.parse(dst), dtype_name(dtype), cluster or _DEFAULT, direct
+    )
+
+
+@lru_cache(maxsize=16384)
+def _synthesize(
+    shape: tuple[int, ...], mesh: Mesh, src: Layout, dst: Layout, dtype: str, cluster: Cluster, direct: bool
+) -> Program:
+    _validate(shape, mesh, src, dst, dtype)
+    start, end = src.split(mesh), dst.split(mesh)
+    padded = padding(shape, mesh, src, dst)
+    price = lambda steps, padded: priced(steps, shape, padded, mesh, cluster, ITEMSIZE[dtype])  # noqa: E731
+
+    def program(steps: tuple[Step, ...], padded: tuple[int, ...]) -> Program:
+        return Program(
+            shape=shape, padded=padded, mesh=mesh, src=src, dst=dst, dtype=dtype, steps=price(steps, padded)
+        )
+
+    if start == end:
+        return program((), shape)
+    candidates: list[Program] = []
+    if padded is not None:
+        for atoms, path in _paths(shape, padded, mesh, start, end, cluster, ITEMSIZE[dtype]):
+            steps = steps_of(path, atoms, start)
+            candidates.append(program(steps, padded))
+            if direct and sum(step.kind in FLAT for step in steps) > 1:
+                candidates.append(program(fused(steps), padded))
+    if direct or not candidates:
+        candidates.append(_direct_program(program, candidates, shape, padded, start, end))
+    candidates = [c for c in candidates if c.peak_numel <= c.cap_numel]
+    best = min(candidates, key=_preference)
+    check(best)
+    return best
+
+
+def _preference(program: Program) -> tuple[float, int, int, int, str]:
+    """Cheapest first; of equals the fewest bytes, then the plainest steps."""
+    kinds = [step.kind for step in program.steps]
+    arbitrary = kinds.count("direct") + kinds.count("exchange")
+    return round(program.seconds, 12), program.received_nbytes, arbitrary, len(kinds), str(program)
+
+
+def _paths(
+    shape: tuple[int, ...],
+    padded: tuple[int, ...],
+    mesh: Mesh,
+    src: Layout,
+    dst: Layout,
+    cluster: Cluster,
+    itemsize: int,
+) -> list[tuple[Atoms, Path]]:
+    primes = prime_atoms(mesh, src, dst)
+    if len(primes.names) <= EXACT_ATOMS:
+        spaces = [(primes, False)]
+    else:
+        spaces = [(glued_atoms(mesh, src, dst), False), (primes, True)]
+    return [
+        (atoms, path)
+        for atoms, by_size in spaces
+        for path in search(atoms.space(shape, padded, mesh, src, dst, cluster, itemsize, by_size=by_size))
+    ]
+
+
+def _direct_program(
+    program: Callable[[tuple[Step, ...], tuple[int, ...]], Program],
+    collective: list[Program],
+    shape: tuple[int, ...],
+    padded: tuple[int, ...] | None,
+    start: Layout,
+    end: Layout,
+) -> Program:
+    """One alltoallv, after the sums: those of the best collective program, or all-reduces where there is none."""
+    reduced = tuple(axis for axis in start.partial if axis not in end.partial)
+    steps: tuple[Step, ...] = ()
+    if reduced and collective:
+        best = min(collective, key=lambda c: (c.seconds, len(c.steps), str(c)))
+        last = max(i for i, step in enumerate(best.steps) if step.kind in ("reduce_scatter", "all_reduce"))
+        steps, padded = best.steps[: last + 1], best.padded
+    elif reduced:
+        steps = (all_reduce_step(start, reduced),)
+    here = steps[-1].after if steps else start
+    if here != end:
+        steps += (Step(kind="direct", before=here, after=end),)
+    return program(steps, padded or shape)
+
+
+def _validate(shape: tuple[int, ...], mesh: Mesh, src: Layout, dst: Layout, dtype: str) -> None:
+    for name, layout in (("source", src), ("target", dst)):
+        try:
+            layout.validate(mesh, shape)
+        except LayoutError as error:
+            raise LayoutError(f"{name} {error}") from None
+    if src.factors != dst.factors:
+        raise LayoutError(f"source {src} and target {dst} factor the dims differently; move on one factored shape")
+    start, end = src.split(mesh), dst.split(mesh)
+    new = [axis for axis in end.partial if axis not in start.partial]
+    if new:
+        raise MoveError(
+            f"target {dst} is a partial sum over {new}, source {src} is not: "
+            "a move may finish partial sums or keep them, not make them"
+        )
+    if start.partial != end.partial and dtype not in SUMMABLE:
+        raise MoveError(f"{src} -> {dst} must add {dtype} values, which loses them; cast to a wider dtype first")
+
+
+def lower_bound_numel(shape: Sequence[int], mesh: Mesh, src: Layout | str, dst: Layout | str) -> int:
+    """Elements that some device must receive whatever the program: its target tile less what it holds of it.
+    For layouts without partial sums."""
+    from scrimp.move._tiles import missing_numel, tiles
+
+    src, dst = Layout.parse(src), Layout.parse(dst)
+    if prod(shape) == 0:
+        return 0
+    return int(missing_numel(tiles(src, shape, mesh), tiles(dst, shape, mesh)).max())

@@ -1,0 +1,58 @@
+"""Tiles of all ranks at once, as arrays, and what a step makes each rank receive.
+
+`low[d, p]` and `high[d, p]` bound what rank p holds of dim d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scrimp.layout import Layout, Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    low: np.ndarray
+    high: np.ndarray
+    chunk: tuple[int, ...]
+
+    @property
+    def numel(self) -> np.ndarray:
+        return np.prod(self.high - self.low, axis=0, dtype=np.int64)
+
+
+def tiles(layout: Layout, shape: Sequence[int], mesh: Mesh, padded: Sequence[int] | None = None) -> Tiles:
+    ranks = np.arange(mesh.size, dtype=np.int64)
+    low = np.zeros((len(shape), mesh.size), dtype=np.int64)
+    high = np.zeros_like(low)
+    chunks = []
+    for dim, (size, whole, axes, count) in enumerate(
+        zip(shape, padded or shape, layout.dims, layout.counts(mesh), strict=True)
+    ):
+        index = np.zeros_like(ranks)
+        for axis in axes:
+            index = index * mesh.axis_size(axis) + ranks // mesh.axis_stride(axis) % mesh.axis_size(axis)
+        chunk = -(-whole // count)
+        chunks.append(chunk)
+        low[dim] = np.minimum(index * chunk, size)
+        high[dim] = np.minimum((index + 1) * chunk, size)
+    return Tiles(low=low, high=high, chunk=tuple(chunks))
+
+
+def missing_numel(have: Tiles, want: Tiles) -> np.ndarray:
+    """Per rank, elements of the wanted tile that it does not hold."""
+    shared = np.minimum(have.high, want.high) - np.maximum(have.low, want.low)
+    return want.numel - np.prod(np.maximum(shared, 0), axis=0, dtype=np.int64)
+
+
+def sources(have: Tiles, want: Tiles) -> np.ndarray:
+    """Per rank, how many other tiles it needs parts of."""
+    count = np.ones(want.low.shape[1], dtype=np.int64)
+    for dim, chunk in enumerate(have.chunk):
+        low, high = want.low[dim], want.high[dim]
+        count *= np.where(high > low, (np.maximum(high, 1) - 1) // max(chunk, 1) - low // max(chunk, 1) + 1, 0)
+    shared = np.minimum(have.high, want.high) - np.maximum(have.low, want.low)
+    return np.maximum(count - np.all(shared > 0, axis=0), 0)
