@@ -8,6 +8,7 @@ array that an instruction of the entry computation yields; what a fusion has ins
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scrimp.errors import ScrimpError
 from scrimp.ext.dtensor_plans import PeerPlan
@@ -30,7 +31,7 @@ _ARRAY = re.compile(r"f32\[([\d,]*)\]")  # only the problem's array is f32; offs
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-def xla_plans(problems: Sequence[tuple[Sequence[int], Mesh, Layout, Layout]]) -> list[PeerPlan] | None:
+def xla_plans(problems: Sequence[tuple[Sequence[int], Mesh, Layout | str, Layout | str]]) -> list[PeerPlan] | None:
     """One plan for each (shape, mesh, src, dst), for float32; None where jax is not installed."""
     asked = [_as_json(*problem) for problem in problems]
     devices = max((mesh.size for _, mesh, _, _ in problems), default=1)
@@ -48,15 +49,16 @@ def xla_plans(problems: Sequence[tuple[Sequence[int], Mesh, Layout, Layout]]) ->
     return answer and [PeerPlan(**{**plan, "steps": tuple(plan["steps"])}) for plan in answer]
 
 
-def _as_json(shape: Sequence[int], mesh: Mesh, src: Layout, dst: Layout) -> dict[str, object]:
-    for layout in (src, dst):
+def _as_json(shape: Sequence[int], mesh: Mesh, src: Layout | str, dst: Layout | str) -> dict[str, object]:
+    ends = Layout.parse(src), Layout.parse(dst)
+    for layout in ends:
         layout.validate(mesh, shape)
         names = [axis for axes in layout.dims for axis in axes]
         if layout.partial or not set(names) <= set(mesh.names):
             raise ScrimpError(f"layout {layout}: a jax sharding has no partial sums and no parts of a mesh axis")
         if any(size % count for size, count in zip(shape, layout.counts(mesh), strict=True)):
             raise ScrimpError(f"layout {layout} of {tuple(shape)} on {mesh}: jax needs dims that divide evenly")
-    return {"shape": list(shape), "mesh": [list(axis) for axis in mesh.axes], "src": list(src.dims), "dst": list(dst.dims)}
+    return {"shape": list(shape), "mesh": mesh.axes, "src": ends[0].dims, "dst": ends[1].dims}
 
 
 class _Instruction(NamedTuple):
@@ -94,7 +96,7 @@ def _traffic(op: str, instruction: _Instruction, numel: int, sizes: dict[str, in
         pairs = re.findall(r"\{(\d+),(\d+)\}", instruction.rest.partition("source_target_pairs=")[2])
         return "collective_permute", numel if any(source != target for source, target in pairs) else 0
     if op == "all-gather":
-        before = sizes[re.findall(r"%([\w.\-]+)", instruction.rest)[0]]
+        before = sizes[instruction.rest.partition("%")[2].partition(")")[0]]
         return f"all_gather {numel // before}-way", numel - before
     n = len(instruction.numels) if op == "all-to-all" and len(instruction.numels) > 1 else _group_size(instruction.rest)
     if op == "reduce-scatter":
@@ -104,7 +106,7 @@ def _traffic(op: str, instruction: _Instruction, numel: int, sizes: dict[str, in
 
 
 def _group_size(rest: str) -> int:
-    """Devices in a group: `{{0,1},{2,3}}`, `[4,2]<=[8]` or `mesh['a'=4,'b'=2] {'a':(2)2,'b'}`, all of them 2 or more."""
+    """Devices in a group: 2 in `{{0,1},{2,3}}`, 2 in `[4,2]<=[8]`, and 2 * 3 in `mesh['a'=4,'b'=3] {'a':(2)2,'b'}`."""
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
         return listed[1].count(",") + 1
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
@@ -137,19 +139,19 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     return found, entry
 
 
-def _compile_all(problems: list[dict[str, list]]) -> list[PeerPlan] | None:
+def _compile_all(problems: list[dict[str, Any]]) -> list[PeerPlan] | None:
     try:
-        import jax
-        import numpy as np
-        from jax.sharding import Mesh as JaxMesh
-        from jax.sharding import NamedSharding, PartitionSpec
+        jax: Any = importlib.import_module("jax")
+        np: Any = importlib.import_module("numpy")
     except ImportError:
         return None
+    sharding = jax.sharding
     plans = []
     for problem in problems:
         names, sizes = zip(*problem["mesh"], strict=True)
-        mesh = JaxMesh(np.array(jax.devices()[: prod(sizes)]).reshape(sizes), names)
-        src, dst = (NamedSharding(mesh, PartitionSpec(*(tuple(axes) or None for axes in problem[end]))) for end in ("src", "dst"))
+        mesh = sharding.Mesh(np.array(jax.devices()[: prod(sizes)]).reshape(sizes), names)
+        specs = (sharding.PartitionSpec(*(tuple(axes) or None for axes in problem[end])) for end in ("src", "dst"))
+        src, dst = (sharding.NamedSharding(mesh, spec) for spec in specs)
         identity = jax.jit(lambda array: array, in_shardings=src, out_shardings=dst)
         array = jax.ShapeDtypeStruct(tuple(problem["shape"]), np.float32)
         plans.append(read_hlo(identity.lower(array).compile().as_text()))

@@ -104,7 +104,8 @@ def test_results_come_in_rank_order() -> None:
 
 def test_the_pool_is_reused() -> None:
     first, second = pool(WORLD).run(pid), pool(WORLD).run(pid)
-    assert first == second and len({os.getpid(), *first}) == WORLD + 1
+    assert first == second
+    assert len({os.getpid(), *first}) == WORLD + 1
 
 
 def test_all_reduce_on_one_thread_each() -> None:
@@ -121,8 +122,10 @@ def test_a_failure_names_rank_and_message_and_the_pool_may_be_kept() -> None:
     before = ranks.run(pid)
     with pytest.raises(RankFailure) as caught:
         ranks.run(raise_on, 1, keep_after_failure=True)
-    assert list(caught.value.failures) == [1] and not caught.value.standing
-    assert "rank 1:\nTraceback" in str(caught.value) and "ValueError: no luck on 1" in str(caught.value)
+    assert list(caught.value.failures) == [1]
+    assert not caught.value.standing
+    assert "rank 1:\nTraceback" in str(caught.value)
+    assert "ValueError: no luck on 1" in str(caught.value)
     assert "ranks.py" not in str(caught.value).replace("test_ranks.py", "")
     with pytest.raises(RankFailure, match="ranks 0, 1, 2:\n") as caught:
         ranks.run(unpicklable, keep_after_failure=True)
@@ -138,16 +141,6 @@ def test_a_job_that_cannot_be_sent_leaves_the_pool_open() -> None:
     assert not pool(WORLD).closed
 
 
-def test_a_failure_closes_the_pool() -> None:
-    ranks = pool(WORLD)
-    pids = ranks.run(pid)
-    with pytest.raises(RankFailure):
-        ranks.run(raise_on, 0)
-    assert ranks.closed and not alive(pids)
-    with pytest.raises(RuntimeError, match="closed: .*raise_on failed"):
-        ranks.run(pid)
-
-
 def test_a_hang_is_ended_in_time_and_says_where_it_stood() -> None:
     ranks = pool(WORLD)
     pids = ranks.run(pid)
@@ -157,9 +150,14 @@ def test_a_hang_is_ended_in_time_and_says_where_it_stood() -> None:
     assert time.monotonic() - start < 5
     text = str(caught.value)
     assert list(caught.value.standing) == [2]
-    assert "rank 0 finished" in text and "rank 1 finished" in text and "rank 2 stood at" in text
-    assert " in stand_still" in text and " in hang_on" in text and " in _" not in text
-    assert ranks.closed and not alive(pids)
+    assert "rank 0 finished" in text
+    assert "rank 1 finished" in text
+    assert "rank 2 stood at" in text
+    assert " in stand_still" in text
+    assert " in hang_on" in text
+    assert " in _" not in text
+    assert ranks.closed
+    assert not alive(pids)
 
 
 def test_a_death_is_reported_and_pool_recovers() -> None:
@@ -170,11 +168,26 @@ def test_a_death_is_reported_and_pool_recovers() -> None:
         ranks.run(die_on, 1, grace_seconds=1.0)
     assert time.monotonic() - start < 5
     text = str(caught.value)
-    assert list(caught.value.failures) == [1, 0] and list(caught.value.standing) == [2]
-    assert "rank 1 died with exit code -9" in text and "rank 0:\nTraceback" in text and " in stand_still" in text
-    assert ranks.closed and not alive(pids)
+    assert list(caught.value.failures) == [1, 0]
+    assert list(caught.value.standing) == [2]
+    assert "rank 1 died with exit code -9" in text
+    assert "rank 0:\nTraceback" in text
+    assert " in stand_still" in text
+    assert ranks.closed
+    assert not alive(pids)
     assert pool(WORLD) is not ranks
     assert pool(WORLD).run(total, 0.0) == [(3.0, 1)] * WORLD
+
+
+def test_a_failure_closes_the_pool() -> None:
+    ranks = pool(WORLD)
+    pids = ranks.run(pid)
+    with pytest.raises(RankFailure):
+        ranks.run(raise_on, 0)
+    assert ranks.closed
+    assert not alive(pids)
+    with pytest.raises(RuntimeError, match=r"closed: .*raise_on failed"):
+        ranks.run(pid)
 
 
 def test_close_leaves_no_process_and_no_folder() -> None:
@@ -182,7 +195,8 @@ def test_close_leaves_no_process_and_no_folder() -> None:
         pids, folder = ranks.run(pid), ranks._folder
         assert os.path.isdir(folder)
     ranks.close()
-    assert not alive(pids) and not os.path.exists(folder)
+    assert not alive(pids)
+    assert not os.path.exists(folder)
 
 
 def test_ranks_end_with_their_parent() -> None:
@@ -204,5 +218,6 @@ def test_ranks_end_with_their_parent() -> None:
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and alive([int(number)]):
         time.sleep(0.1)
-    assert done.returncode == -signal.SIGKILL and not alive([int(number)])
+    assert done.returncode == -signal.SIGKILL
+    assert not alive([int(number)])
     assert not os.path.exists(folder)

@@ -103,8 +103,8 @@ def fake_world(size: int) -> Iterator[None]:
             f"a process group of {dist.get_world_size()} ranks ({dist.get_backend()}) is initialised; DTensor's plans are "
             "read under a fake one: ask in a process of its own, or after destroy_process_group()"
         )
-    dist.init_process_group("fake", store=private.FakeStore(), rank=0, world_size=size)
     _forget()
+    dist.init_process_group("fake", store=private.FakeStore(), rank=0, world_size=size)
     try:
         yield
     finally:
@@ -184,7 +184,10 @@ def _replay(shape: Sequence[int], mesh: Mesh, src: Layout, dst: Layout, steps: S
             case None, "+":
                 text, moved = f"partial {step.axis}", 0
             case _:
-                raise ScrimpError(f"{src} -> {dst} on {mesh}: DTensor plans {step}, which it cannot run")
+                raise ScrimpError(
+                    f"{src} -> {dst} on {mesh}: DTensor plans to turn the split over '{step.axis}' into a partial sum at once, "
+                    "which torch cannot run; its min-cost planner goes through replicas"
+                )
         if n > 1:  # torch skips an axis of one device
             texts.append(text)
             received += moved

@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection, wait
@@ -33,7 +34,7 @@ CLOSE_SECONDS = 5.0
 DUMP_SECONDS = 1.0
 
 
-class RankFailure(RuntimeError):
+class RankFailure(RuntimeError):  # noqa: N818
     """Ranks raised or died. `failures`: rank -> traceback text, or how it died; in the order noticed, deaths first.
 
     `standing`: rank -> stack of a rank that had no answer in the grace time after another one died.
@@ -50,7 +51,7 @@ class RankFailure(RuntimeError):
         super().__init__("\n\n".join(parts))
 
 
-class RankTimeout(RuntimeError):
+class RankTimeout(RuntimeError):  # noqa: N818
     """Ranks gave no answer in time. `standing`: rank -> stack of such a rank; `failures`: as in RankFailure."""
 
     def __init__(self, job: str, world: int, seconds: float, failures: dict[int, str], standing: dict[int, str]) -> None:
@@ -130,10 +131,8 @@ class RankPool:
         name = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
         try:
             for pipe in self._pipes:
-                try:
+                with suppress(OSError):  # the rank is dead, which _collect reports
                     pipe.send_bytes(message)
-                except OSError:
-                    pass  # the rank is dead, which _collect reports
             limit = self._timeout if timeout_seconds is None else timeout_seconds
             return self._collect(name, limit, grace_seconds, keep_after_failure)
         except (RankFailure, RankTimeout):
@@ -177,7 +176,7 @@ class RankPool:
                 elif answer:
                     try:
                         results[rank] = pickle.loads(memoryview(answer)[1:])
-                    except Exception as error:  # noqa: BLE001 - unpickling runs any code
+                    except Exception as error:
                         failures[rank] = "its result cannot be unpickled here:\n" + _brief(error)
                 else:
                     process.join(DUMP_SECONDS)
@@ -213,8 +212,8 @@ class RankPool:
             if " in _watch_parent" in block or block.startswith("Extension modules:"):
                 continue
             lines = block.split("\n")
-            ends = [i for i, line in enumerate(lines) if 'ranks.py", line ' in line and line.endswith((" in _call", " in _answer"))]
-            kept.append("\n".join(lines[: ends[0]] if ends else lines))
+            below = (i for i, line in enumerate(lines) if 'ranks.py", ' in line and line.endswith((" in _call", " in _answer")))
+            kept.append("\n".join(lines[: next(below, None)]))
         return "\n\n".join(kept)
 
     def _end(self, why: str, kill: bool) -> None:
@@ -223,10 +222,8 @@ class RankPool:
         self._ended = why
         atexit.unregister(self.close)
         for pipe in self._pipes if not kill else ():
-            try:
+            with suppress(OSError):
                 pipe.send_bytes(b"")
-            except OSError:
-                pass
         deadline = time.monotonic() + (0 if kill else CLOSE_SECONDS)
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -325,7 +322,7 @@ def _call(message: bytes) -> Any:
 def _answer(pipe: Connection, work: Callable[..., Any], *args: Any) -> None:
     try:
         answer = b"+" + pickle.dumps(work(*args))
-    except BaseException as error:  # noqa: BLE001 - sys.exit() in a job is a failure of it, not the end of the rank
+    except BaseException as error:  # sys.exit() in a job is a failure of it, not the end of the rank
         answer = b"-" + _brief(error).encode(errors="replace")
     sys.stdout.flush()  # a rank may be killed later, and then its buffers are lost
     sys.stderr.flush()

@@ -171,7 +171,7 @@ def merge_axes(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     while position < len(axes):
         whole = axes[position].partition(".")[0]
         subs = mesh.split(whole)
-        if tuple(axes[position : position + len(subs)]) == subs:
+        if subs and tuple(axes[position : position + len(subs)]) == subs:
             merged.append(whole)
             position += len(subs)
         else:

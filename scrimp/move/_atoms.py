@@ -55,7 +55,7 @@ class Atoms:
         )
 
 
-def prime_atoms(mesh: Mesh, src: Layout, dst: Layout) -> Atoms:
+def prime_atoms(mesh: Mesh) -> Atoms:
     return Atoms(names=tuple((axis,) for axis in mesh.sub_axes))
 
 

@@ -1,15 +1,18 @@
 """The checker: a program is right if each step obeys its typing rule and the chain ends in the target.
 
 It shares no code with the search. Sizes and bytes come from the rules, not from tiles, so that it also cross-checks
-the prices of `_synthesize`, which come from tiles. Only where padding makes tiles unequal are ranks walked one by one.
+the prices of `_steps`, which come from tiles. Only for arbitrary exchanges and unequal tiles are the ranks' own tiles
+compared, from mesh coordinates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from scrimp.errors import MoveError
-from scrimp.layout import Layout, box_numel, intersect
+from scrimp.layout import Layout
 from scrimp.move._program import KINDS, Program, Step
 
 
@@ -179,11 +182,25 @@ def _received(program: Program, step: Step) -> int:
         return after - after // members
     if step.kind == "permute" and padded == shape:
         return after if step.before != step.after else 0
-    return max(_missing(program, step, rank) for rank in range(mesh.size))
+    return _most_missing(program, step)
 
 
-def _missing(program: Program, step: Step, rank: int) -> int:
-    have, want = (
-        layout.tile(program.shape, program.mesh, rank, program.padded) for layout in (step.before, step.after)
-    )
-    return box_numel(want) - box_numel(intersect(have, want))
+def _most_missing(program: Program, step: Step) -> int:
+    """The most that any rank's tile after the step has beyond its tile before."""
+    mesh = program.mesh
+    grid = np.unravel_index(np.arange(mesh.size), [mesh.axis_size(sub) for sub in mesh.sub_axes] or [1])
+    coordinate = dict(zip(mesh.sub_axes, grid, strict=False))
+    wanted, shared = np.ones((2, mesh.size), dtype=np.int64)
+    for dim, (size, whole) in enumerate(zip(program.shape, program.padded, strict=True)):
+        spans = []
+        for layout in (step.before, step.after):
+            index, count = np.zeros(mesh.size, dtype=np.int64), 1
+            for axis in reversed(layout.dims[dim]):
+                index = index + coordinate[axis] * count
+                count *= mesh.axis_size(axis)
+            chunk = -(-whole // count)
+            spans.append((np.clip(index * chunk, 0, size), np.clip(index * chunk + chunk, 0, size)))
+        (old_start, old_stop), (start, stop) = spans
+        wanted = wanted * (stop - start)
+        shared = shared * np.clip(np.minimum(stop, old_stop) - np.maximum(start, old_start), 0, None)
+    return int((wanted - shared).max())

@@ -24,7 +24,7 @@ has as many types as there are ways to write a size (715 for 512 devices and 4 d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ Type = tuple[tuple[int, ...], ...]
 
 EXACT_ATOMS = 4  # up to this many atoms the label space is searched whole
 LABEL_TYPES = 600  # beyond that many types on a side, the label space keeps the ones with fewest pushes
-KEEP = 8  # programs handed on to be priced exactly
+KEEP = 4  # programs handed on to be priced exactly
 
 
 class Op(NamedTuple):
@@ -49,6 +49,7 @@ class Node(NamedTuple):
     counts: tuple[int, ...]
     local: int
     price: float
+    flat: float  # the part of the price that is flat steps, in local sizes
     ops: tuple[Op, ...]
 
 
@@ -60,6 +61,15 @@ class Path:
     before: tuple[Op, ...]
     relabel: Type | None
     after: tuple[Op, ...]
+
+
+class Block(NamedTuple):
+    """What the search asks of a run of atoms again and again."""
+
+    sizes: tuple[int, ...]
+    members: int
+    latency: float
+    pace: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,55 +88,65 @@ class Space:
     reduced: tuple[int, ...]
     kept: tuple[int, ...]
     by_size: bool
+    _blocks: dict[tuple[int, ...], Block] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def block(self, atoms: tuple[int, ...]) -> Block:
+        known = self._blocks.get(atoms)
+        if known is None:
+            sizes = tuple(self.sizes[atom] for atom in atoms)
+            latency = max((self.latency[atom] for atom in atoms), default=0.0)
+            pace = max((self.pace[atom] for atom in atoms), default=0.0)
+            known = self._blocks[atoms] = Block(sizes, prod(sizes), latency, pace)
+        return known
 
     def counts(self, dims: Type) -> tuple[int, ...]:
-        return tuple(prod(self.sizes[atom] for atom in atoms) for atoms in dims)
+        return tuple([self.block(atoms).members for atoms in dims])
 
     def local(self, counts: tuple[int, ...]) -> int:
         numel = 1
         for size, whole, count in zip(self.shape, self.padded, counts, strict=True):
-            numel *= min(size, whole // count)
+            part = whole // count
+            numel *= part if part < size else size
         return numel
 
     def key(self, dims: Type) -> object:
         """What makes two types the same in this space."""
-        return tuple(tuple(self.sizes[a] for a in atoms) for atoms in dims) if self.by_size else dims
+        return tuple([self.block(atoms).sizes for atoms in dims]) if self.by_size else dims
 
 
-def search(space: Space) -> list[Path]:
-    """The cheapest programs in this space, best first."""
-    found = _Found(space)
-    rise = _rise(space)
-    fall = _fall(space)
-    back = [rise]  # back[k]: types that reach dst by k all_to_alls, then gathers
-    front = [fall]
-    found.join(front[0], back[0])
-    front.append(_all_to_all(space, front[0], found.hopeless, reverse=False))
-    found.join(front[1], back[0])
-    back.append(_all_to_all(space, back[0], found.hopeless, reverse=True))
-    if space.by_size:
-        found.join(front[0], back[1])
-    found.join(front[1], back[1])
-    front.append(_all_to_all(space, front[1], found.hopeless, reverse=False))
-    found.join(front[2], back[1])
-    if not space.by_size:
-        found.join(front[0], back[1])
+def search(space: Space, at_least: float) -> list[Path]:
+    """The cheapest programs in this space, best first. `at_least`: no program's flat steps cost less than this
+    many local sizes (`_shortcuts` has found those that do)."""
+    found = _Found(space, at_least)
+    front, back = _fall(space), _rise(space)
+    found.join(front, back)
+    front_1 = _all_to_all(space, front, found, reverse=False)
+    found.join(front_1, back)
+    back_1 = _all_to_all(space, back, found, reverse=True)
+    found.join(front, back_1)
+    found.join(front_1, back_1)
+    front_2 = _all_to_all(space, front_1, found, reverse=False)
+    found.join(front_2, back_1)
     return found.paths()
 
 
 class _Found:
     """The programs found so far, and the price that a better one must beat."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, at_least: float) -> None:
         self.space = space
         self.out = space.local(space.counts(space.dst))
         self.fastest = min(space.pace, default=0.0)
+        self.at_least = at_least
         self.best = float("inf")
         self.all: dict[object, Path] = {}
 
     def hopeless(self, node: Node, *, reverse: bool) -> bool:
-        """Whether no program through this node can be the best: it must still rise to the end's size."""
-        return node.price + (0 if reverse else (self.out - node.local) * self.fastest) >= self.best
+        """Whether no program through this node can be the best: its flat steps cost at least so much, and from
+        the front it must still rise to the end's size."""
+        rise = 0 if reverse else self.out - node.local
+        flat = max(node.flat, self.at_least) - node.flat
+        return node.price + (rise + flat * node.local) * self.fastest >= self.best
 
     def join(self, front: dict[object, Node], back: dict[object, Node]) -> None:
         if not self.space.by_size:
@@ -173,7 +193,7 @@ class _Found:
 def _fall(space: Space) -> dict[object, Node]:
     """All types that slices, then the reduce_scatters of every reduced atom, make of src."""
     counts = space.counts(space.src)
-    start = Node(space.src, counts, space.local(counts), 0.0, ())
+    start = Node(space.src, counts, space.local(counts), 0.0, 0.0, ())
     used = {atom for atoms in space.src for atom in atoms} | {*space.reduced, *space.kept}
     sliced = _push_all(space, start, [a for a in range(len(space.sizes)) if a not in used], lambda *_: ("slice", 0.0))
     if not space.reduced:
@@ -194,7 +214,7 @@ def _fall(space: Space) -> dict[object, Node]:
 def _rise(space: Space) -> dict[object, Node]:
     """All types from which gathers alone reach dst."""
     counts = space.counts(space.dst)
-    start = Node(space.dst, counts, space.local(counts), 0.0, ())
+    start = Node(space.dst, counts, space.local(counts), 0.0, 0.0, ())
     used = {atom for atoms in space.dst for atom in atoms} | {*space.kept}
 
     def gather(before: int, after: int, atom: int) -> tuple[str, float]:
@@ -236,7 +256,7 @@ def _push_all(
                     counts = node.counts[:dim] + (count,) + node.counts[dim + 1 :]
                     local = space.local(counts)
                     kind, cost = price(node.local, local, atom)
-                    wider[key] = Node(dims, counts, local, node.price + cost, (*node.ops, Op(kind, (atom,), dim)))
+                    wider[key] = Node(dims, counts, local, node.price + cost, 0.0, (*node.ops, Op(kind, (atom,), dim)))
         level = wider
         found.update(wider)
         if not space.by_size and len(found) > LABEL_TYPES and len(space.sizes) > EXACT_ATOMS and not whole:
@@ -253,46 +273,43 @@ def _like(space: Space, atom: int) -> object:
     return ("like", space.sizes[atom], space.latency[atom], space.pace[atom])
 
 
-def _all_to_all(
-    space: Space, nodes: dict[object, Node], hopeless: Callable[..., bool], *, reverse: bool
-) -> dict[object, Node]:
+def _all_to_all(space: Space, nodes: dict[object, Node], found: _Found, *, reverse: bool) -> dict[object, Node]:
     """Every type one all_to_all further (or, reversed, one before)."""
-    found: dict[object, Node] = {}
+    reached: dict[object, Node] = {}
     for node in nodes.values():
-        if hopeless(node, reverse=reverse):
-            continue
-        for dims, counts, op in _moves(space, node, reverse):
-            local = space.local(counts)
-            if local > space.cap:
+        least = node._replace(flat=node.flat + 0.5, price=node.price + node.local * found.fastest / 2)
+        if found.hopeless(least, reverse=reverse):
+            continue  # not even an all_to_all of two helps
+        for dim, to_dim, split in _moves(space, node):
+            stack = node.dims[dim]
+            moved = stack[split:]
+            block = space.block(moved)
+            m = block.members
+            flat = (m - 1) / m
+            price = node.price + block.latency * (m - 1) + node.local * block.pace * flat
+            dims, counts = list(node.dims), list(node.counts)
+            dims[dim], dims[to_dim] = stack[:split], dims[to_dim] + moved
+            counts[dim], counts[to_dim] = counts[dim] // m, counts[to_dim] * m
+            ends, key = tuple(dims), space.key(tuple(dims))
+            old = reached.get(key)
+            if old is not None and old.price <= price:
                 continue
-            m = prod(space.sizes[atom] for atom in op.atoms)
-            pace = max(space.pace[atom] for atom in op.atoms)
-            latency = max(space.latency[atom] for atom in op.atoms)
-            price = node.price + latency * (m - 1) + node.local * pace * (m - 1) / m
-            further = Node(dims, counts, local, price, (*node.ops, op))
-            if hopeless(further, reverse=reverse):
-                continue
-            key = space.key(dims)
-            old = found.get(key)
-            if old is None or price < old.price:
-                found[key] = further
-    return found
+            op = Op("all_to_all", moved, to_dim, dim) if reverse else Op("all_to_all", moved, dim, to_dim)
+            local = space.local(tuple(counts))
+            further = Node(ends, tuple(counts), local, price, node.flat + flat, (*node.ops, op))
+            if local <= space.cap and not found.hopeless(further, reverse=reverse):
+                reached[key] = further
+    return reached
 
 
-def _moves(space: Space, node: Node, reverse: bool) -> Iterator[tuple[Type, tuple[int, ...], Op]]:
-    rank = len(space.shape)
-    for dim in range(rank):
-        stack = node.dims[dim]
-        m = 1
-        for split in range(len(stack) - 1, -1, -1):
-            m *= space.sizes[stack[split]]
-            block = stack[split:]
-            for to_dim in range(rank):
-                count = node.counts[to_dim] * m
-                if to_dim == dim or space.padded[to_dim] % count:
-                    continue
-                dims, counts = list(node.dims), list(node.counts)
-                dims[dim], dims[to_dim] = stack[:split], dims[to_dim] + block
-                counts[dim], counts[to_dim] = counts[dim] // m, count
-                op = Op("all_to_all", block, to_dim, dim) if reverse else Op("all_to_all", block, dim, to_dim)
-                yield tuple(dims), tuple(counts), op
+def _moves(space: Space, node: Node) -> Iterator[tuple[int, int, int]]:
+    """(dim, to_dim, where the block starts in the stack) of every all_to_all that the sizes allow."""
+    last = node.ops[-1] if node.ops else None
+    for dim, stack in enumerate(node.dims):
+        for split in range(len(stack)):
+            if last is not None and last.kind == "all_to_all" and last.atoms == stack[split:]:
+                continue  # the block that came last would better have gone there at once
+            m = space.block(stack[split:]).members
+            for to_dim, count in enumerate(node.counts):
+                if to_dim != dim and space.padded[to_dim] % (count * m) == 0:
+                    yield dim, to_dim, split

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import prod
 
 from scrimp.cluster import Cluster
 from scrimp.errors import LayoutError, MoveError
@@ -19,8 +18,10 @@ from scrimp.move._atoms import Atoms, glued_atoms, prime_atoms
 from scrimp.move._check import check
 from scrimp.move._dtypes import ITEMSIZE, SUMMABLE, dtype_name
 from scrimp.move._program import FLAT, Program, Step, padding
-from scrimp.move._search import EXACT_ATOMS, Path, search
+from scrimp.move._search import EXACT_ATOMS, Path, Space, search
+from scrimp.move._shortcuts import shortcut
 from scrimp.move._steps import all_reduce_step, fused, priced, steps_of
+from scrimp.move._tiles import missing_numel, tiles
 
 _DEFAULT = Cluster()
 
@@ -91,16 +92,22 @@ def _paths(
     cluster: Cluster,
     itemsize: int,
 ) -> list[tuple[Atoms, Path]]:
-    primes = prime_atoms(mesh, src, dst)
+    def space(atoms: Atoms, *, by_size: bool = False) -> Space:
+        return atoms.space(shape, padded, mesh, src, dst, cluster, itemsize, by_size=by_size)
+
+    primes = prime_atoms(mesh)
+    summed = src.partial != dst.partial
+    if not summed:
+        path = shortcut(space(primes))
+        if path is not None and not cluster.axes:
+            return [(primes, path)]
+    at_least = 1.0 if not summed and not cluster.axes else 0.0
     if len(primes.names) <= EXACT_ATOMS:
         spaces = [(primes, False)]
     else:
         spaces = [(glued_atoms(mesh, src, dst), False), (primes, True)]
-    return [
-        (atoms, path)
-        for atoms, by_size in spaces
-        for path in search(atoms.space(shape, padded, mesh, src, dst, cluster, itemsize, by_size=by_size))
-    ]
+    found = [(atoms, p) for atoms, by_size in spaces for p in search(space(atoms, by_size=by_size), at_least)]
+    return found if summed or path is None else [(primes, path), *found]
 
 
 def _direct_program(
@@ -148,9 +155,5 @@ def _validate(shape: tuple[int, ...], mesh: Mesh, src: Layout, dst: Layout, dtyp
 def lower_bound_numel(shape: Sequence[int], mesh: Mesh, src: Layout | str, dst: Layout | str) -> int:
     """Elements that some device must receive whatever the program: its target tile less what it holds of it.
     For layouts without partial sums."""
-    from scrimp.move._tiles import missing_numel, tiles
-
-    src, dst = Layout.parse(src), Layout.parse(dst)
-    if prod(shape) == 0:
-        return 0
-    return int(missing_numel(tiles(src, shape, mesh), tiles(dst, shape, mesh)).max())
+    have, want = (tiles(Layout.parse(layout), tuple(shape), mesh) for layout in (src, dst))
+    return int(missing_numel(have, want).max())

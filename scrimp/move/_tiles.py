@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,7 +24,8 @@ class Tiles:
         return np.prod(self.high - self.low, axis=0, dtype=np.int64)
 
 
-def tiles(layout: Layout, shape: Sequence[int], mesh: Mesh, padded: Sequence[int] | None = None) -> Tiles:
+@lru_cache(maxsize=512)
+def tiles(layout: Layout, shape: tuple[int, ...], mesh: Mesh, padded: tuple[int, ...] | None = None) -> Tiles:
     ranks = np.arange(mesh.size, dtype=np.int64)
     low = np.zeros((len(shape), mesh.size), dtype=np.int64)
     high = np.zeros_like(low)

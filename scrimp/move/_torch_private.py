@@ -1,0 +1,26 @@
+"""Names of torch that are private, or that changed between 2.11 and 2.13, each behind one function."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def group_timeout(group: Any, device: torch.device) -> timedelta | None:
+    """The time-out of a group, so that groups made from it keep it; torch has no public getter."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def all_gather_flat(out: torch.Tensor, local: torch.Tensor, group: Any) -> None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, local, group=group)
+
+
+def reduce_scatter_flat(out: torch.Tensor, local: torch.Tensor, group: Any) -> None:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, local, group=group)
