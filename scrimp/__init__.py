@@ -1,0 +1,52 @@
+"""scrimp trains PyTorch models in the least memory a cluster allows, and says beforehand how much that is.
+
+Names are resolved when first used, so that `import scrimp` loads neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scrimp.cluster import Cluster as Cluster
+    from scrimp.cluster import Link as Link
+    from scrimp.errors import LayoutError as LayoutError
+    from scrimp.errors import MoveError as MoveError
+    from scrimp.errors import ScrimpError as ScrimpError
+    from scrimp.ext.dtensor import redistribute as redistribute
+    from scrimp.layout import Layout as Layout
+    from scrimp.layout import Mesh as Mesh
+    from scrimp.move import Program as Program
+    from scrimp.move import synthesize as synthesize
+    from scrimp.move.many import redistribute_many as redistribute_many
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "Cluster": "scrimp.cluster",
+    "Layout": "scrimp.layout",
+    "LayoutError": "scrimp.errors",
+    "Link": "scrimp.cluster",
+    "Mesh": "scrimp.layout",
+    "MoveError": "scrimp.errors",
+    "Program": "scrimp.move",
+    "ScrimpError": "scrimp.errors",
+    "redistribute": "scrimp.ext.dtensor",
+    "redistribute_many": "scrimp.move.many",
+    "synthesize": "scrimp.move",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'scrimp' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -115,37 +115,41 @@ def _run_step(program: Program, step: Step, comm: Comm, holder: Holder, most_sen
         _exchange(comm, holder, part)
 
 
+def _pack(holder: Holder, part: Routes) -> tuple[list[tuple[int, torch.Tensor]], torch.Tensor, bool]:
+    """What is sent, what is kept, and whether both are copies: then the array has been let go of."""
+    array = holder.array
+    parts = [(peer, _view(array, box, part.before)) for peer, box in part.sends]
+    kept = _view(array, part.kept, part.before)
+    if array.is_contiguous() and all(_is_one_piece(part.before, box) for _, box in part.sends):
+        return parts, kept, False
+    parts = [(peer, piece.clone(memory_format=torch.contiguous_format)) for peer, piece in parts]
+    kept = kept.clone(memory_format=torch.contiguous_format)
+    del array
+    holder.release()
+    return parts, kept, True
+
+
 def _exchange(comm: Comm, holder: Holder, part: Routes) -> None:
     """Parts change hands; covers all_to_all, permute, exchange, direct, and gathers without a collective."""
-    array = holder.array
-    packed = {box: _in_one_piece(array, box, part.before) for _, box in part.sends}
-    in_place = all(_is_one_piece(part.after, box) for _, box in part.receives)
-    views = any(_shares(piece, array) for piece in packed.values())
-    out = array.new_empty(_shape(part.after)) if in_place else None
-    kept = None
-    if out is not None and not box_numel(part.kept):
-        pass
-    elif out is not None:
-        _view(out, part.kept, part.after).copy_(_view(array, part.kept, part.before))
-    else:
-        kept = _view(array, part.kept, part.before).clone(memory_format=torch.contiguous_format)
-    if not views:
-        holder.release()
-    del array
-    pieces = [
-        (peer, box, _view(out, box, part.after) if out is not None else kept.new_empty(_shape(box)))  # type: ignore[union-attr]
-        for peer, box in part.receives
-    ]
-    comm.exchange([(peer, packed[box]) for peer, box in part.sends], [(peer, piece) for peer, _, piece in pieces])
-    packed.clear()
-    if views:
-        holder.release()
-    if out is None:
-        assert kept is not None
+    sends, kept, copied = _pack(holder, part)
+    if all(_is_one_piece(part.after, box) for _, box in part.receives):
         out = kept.new_empty(_shape(part.after))
         _view(out, part.kept, part.after).copy_(kept)
-        for _, box, piece in pieces:
+        del kept
+        comm.exchange(sends, [(peer, _view(out, box, part.after)) for peer, box in part.receives])
+        sends.clear()
+    else:
+        pieces = [(peer, kept.new_empty(_shape(box))) for peer, box in part.receives]
+        comm.exchange(sends, pieces)
+        sends.clear()
+        if not copied:
+            kept = kept.clone(memory_format=torch.contiguous_format)
+            holder.release()
+        out = kept.new_empty(_shape(part.after))
+        for (_, box), (_, piece) in zip(part.receives, pieces, strict=True):
             _view(out, box, part.after).copy_(piece)
+        _view(out, part.kept, part.after).copy_(kept)
+    holder.release()
     holder.array = out
 
 
@@ -175,29 +179,24 @@ def _exchange_in_rounds(program: Program, comm: Comm, holder: Holder, part: Rout
 def _reduce_scatter(program: Program, step: Step, comm: Comm, holder: Holder, part: Routes) -> None:
     """Each member's summand of my part, added in the members' order, so that equal runs give equal bits."""
     members = program.mesh.group(comm.rank, step.axes)
-    array = holder.array
-    shape = _shape(part.after)
-    numel = box_numel(part.after)
-    if comm.native and program.padded == program.shape and array.dtype.is_floating_point:
-        group, order = comm.subgroup(members, array.device)
-        boxes = {**{peer: box for peer, box in part.sends}, comm.rank: part.after}
-        packed = array.new_empty(len(members) * numel)
-        for slot, member in zip(packed.view(len(members), *shape), order, strict=True):
-            slot.copy_(_view(array, boxes[member], part.before))
-        del array
+    if comm.native and program.padded == program.shape:
+        group, order = comm.subgroup(members, holder.array.device)
+        boxes = {**dict(part.sends), comm.rank: part.after}
+        packed = holder.array.new_empty((len(members), *_shape(part.after)))
+        for slot, member in zip(packed, order, strict=True):
+            slot.copy_(_view(holder.array, boxes[member], part.before))
         holder.release()
-        out = packed.new_empty(shape)
-        reduce_scatter_flat(out.reshape(-1), packed, group)
+        out = packed.new_empty(_shape(part.after))
+        reduce_scatter_flat(_real(out).view(-1), _real(packed).view(-1), group)
         holder.array = out
         return
-    packs = [(peer, _in_one_piece(array, box, part.before)) for peer, box in part.sends]
-    summands = array.new_empty((len(members), *shape))
-    summands[members.index(comm.rank)].copy_(_view(array, part.after, part.before))
-    if not any(_shares(piece, array) for _, piece in packs):
-        holder.release()
-    del array
-    comm.exchange(packs, [(member, summands[k]) for k, member in enumerate(members) if member != comm.rank and numel])
-    packs.clear()
+    sends, kept, _ = _pack(holder, part)
+    summands = kept.new_empty((len(members), *_shape(part.after)))
+    summands[members.index(comm.rank)].copy_(kept)
+    del kept
+    order = tuple(member for member in members if member != comm.rank and summands.numel())
+    comm.exchange(sends, [(member, summands[members.index(member)]) for member in order])
+    sends.clear()
     holder.release()
     holder.array = torch.sum(summands, 0, dtype=summands.dtype)
 
@@ -211,7 +210,7 @@ def _all_gather(program: Program, step: Step, comm: Comm, holder: Holder, part: 
     tile = array.shape
     del array
     holder.release()
-    boxes = {**{peer: box for peer, box in part.receives}, comm.rank: part.kept}
+    boxes = {**dict(part.receives), comm.rank: part.kept}
     starts = [boxes[member] for member in order]
     if starts == sorted(starts) and all(_is_one_piece(part.after, box) for box in starts):
         holder.array = gathered.view(_shape(part.after))
@@ -225,12 +224,12 @@ def _all_gather(program: Program, step: Step, comm: Comm, holder: Holder, part: 
 def _all_reduce(program: Program, step: Step, comm: Comm, holder: Holder) -> None:
     members = program.mesh.group(comm.rank, step.axes)
     array = holder.array.contiguous()
-    if comm.native and array.dtype in _NATIVE_SUMS:
+    if comm.native:
         group, _ = comm.subgroup(members, array.device)
         total = array.clone()
         del array
         holder.release()
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(_real(total), group=group)
         holder.array = total
         return
     # A reduce-scatter and a gather of the flat array, point to point; every member adds its part in the same order.
@@ -256,9 +255,6 @@ def _all_reduce(program: Program, step: Step, comm: Comm, holder: Holder) -> Non
         [(member, total[bounds[k] : bounds[k + 1]]) for k, member in others if bounds[k + 1] > bounds[k]],
     )
     holder.array = total.view(shape)
-
-
-_NATIVE_SUMS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
 
 
 def _shape(box: Box) -> tuple[int, ...]:
@@ -296,8 +292,9 @@ def _cut(box: Box, number: int, pieces: int) -> Box:
     return (*box[:longest], cut, *box[longest + 1 :])
 
 
-def _shares(piece: torch.Tensor, array: torch.Tensor) -> bool:
-    return piece.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
+def _real(array: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs: backends add only real ones."""
+    return torch.view_as_real(array) if array.is_complex() else array
 
 
 def _raw_view(array: torch.Tensor) -> torch.Tensor:
