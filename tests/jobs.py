@@ -39,7 +39,7 @@ def move_cases(cases: list[Case], direct: bool, native: bool = False, dtype: str
         before = local.clone()
         out = program.run(local)
         box = program.dst.tile(program.shape, program.mesh, comm.rank)
-        want = torch.from_numpy(full[tuple(slice(a, b) for a, b in box)]).to(out.dtype)
+        want = torch.from_numpy(np.array(full[tuple(slice(a, b) for a, b in box)])).to(out.dtype)
         if out.shape != want.shape or not torch.equal(out, want):
             wrong.append(f"{program}: got {out.tolist()}, want {want.tolist()}")
         if not torch.equal(local, before):

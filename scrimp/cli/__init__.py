@@ -1,0 +1,8 @@
+"""The `scrimp` command."""
+
+
+def main() -> None:
+    """Run the command line. Imports wait until here, so that importing the package costs nothing."""
+    from scrimp.cli._app import app
+
+    app()

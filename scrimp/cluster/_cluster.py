@@ -2,7 +2,7 @@
 
 A step of a move takes, on its busiest device,
 
-    seconds = messages received * latency + bytes received / bandwidth
+    seconds = messages one after the other * latency + bytes received / bandwidth
 
 over the slowest link among the axes the step crosses. Without a cluster every axis is the default link:
 10 microseconds a message, 25 GB/s per device.

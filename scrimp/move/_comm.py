@@ -1,4 +1,4 @@
-"""The ranks of a mesh as torch.distributed knows them, and what they must agree on before they run a program.
+"""The ranks of a mesh as torch.distributed knows them: groups, and serving what steps ask for.
 
 Parts travel point to point over the one group of the mesh: no group is made for them. Only on NCCL are groups made,
 for gathers and sums, where its own algorithms save traffic between nodes; gloo's are slower than point to point.
@@ -6,7 +6,8 @@ for gathers and sums, where its own algorithms save traffic between nodes; gloo'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,10 @@ import torch.distributed as dist
 
 from scrimp.errors import MoveError
 from scrimp.layout import Mesh
-from scrimp.move._program import Program
-from scrimp.move._torch_private import group_timeout
+from scrimp.move._requests import AllReduce, Exchange, Gather, Part, ReduceScatter, Request
+from scrimp.move._torch_private import all_gather_flat, group_timeout, reduce_scatter_flat
 
-SHAPE_SLOTS = 8
-
-_comms: dict[object, Comm] = {}
+_comms: dict[tuple[int, int | None, tuple[int, ...]], Comm] = {}
 
 
 class Comm:
@@ -29,121 +28,155 @@ class Comm:
         self.group = group
         self.ranks = tuple(ranks)  # global rank of each mesh rank
         self.rank = self.ranks.index(dist.get_rank())
-        self.peers = tuple(dist.get_group_rank(group, rank) for rank in self.ranks)
-        self.backend = str(dist.get_backend(group))
-        self.native = "nccl" in self.backend
+        self.peers = tuple(dist.get_group_rank(group, rank) for rank in self.ranks)  # group rank of each mesh rank
+        self.native = "nccl" in str(dist.get_backend(group))
+        self.agreed: dict[str, int] = {}  # programs that the ranks have compared, and what they learned
         self._subgroups: dict[tuple[int, ...], Any] = {}
-        self._agreed: dict[str, int] = {}
 
-    def subgroup(self, members: Iterable[int], device: torch.device) -> tuple[Any, tuple[int, ...]]:
-        """The group of some mesh ranks, and the mesh ranks in the group's own order."""
-        ordered = tuple(sorted(members, key=lambda member: self.ranks[member]))
-        if len(ordered) == len(self.ranks):
-            return self.group, tuple(sorted(ordered, key=lambda member: self.peers[member]))
-        if ordered not in self._subgroups:
-            self._subgroups[ordered] = dist.new_group(
-                [self.ranks[member] for member in ordered],
-                timeout=group_timeout(self.group, device),
-                use_local_synchronization=True,  # the other groups of the mesh are made by their own members
-            )
-        return self._subgroups[ordered], ordered
+    def serve(self, requests: Sequence[Request]) -> None:
+        """Serve requests that are due at the same moment, each kind and group in one call."""
+        self._exchange([request for request in requests if isinstance(request, Exchange)])
+        for kind, call in ((Gather, self._gather), (ReduceScatter, self._reduce_scatter), (AllReduce, self._all_reduce)):
+            alike: dict[object, list[Any]] = defaultdict(list)
+            for request in requests:
+                if isinstance(request, kind):
+                    alike[(request.members, _tensor(request).dtype if kind is not Gather else None)].append(request)
+            for batch in alike.values():
+                call(batch)
 
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Send and receive contiguous tensors, as bytes; all at once, in the order given."""
-        ops = [dist.P2POp(dist.irecv, _raw(part), group=self.group, group_peer=self.peers[peer]) for peer, part in receives]
-        ops += [dist.P2POp(dist.isend, _raw(part), group=self.group, group_peer=self.peers[peer]) for peer, part in sends]
+    def _exchange(self, requests: list[Exchange]) -> None:
+        sends, receives = (_by_peer(parts) for parts in ([r.sends for r in requests], [r.receives for r in requests]))
+        incoming = {peer: _raw(pieces[0]) if len(pieces) == 1 else _raw_buffer(pieces) for peer, pieces in receives.items()}
+        outgoing = {peer: _raw(pieces[0]) if len(pieces) == 1 else _joined(pieces) for peer, pieces in sends.items()}
+        ops = [self._op(dist.irecv, peer, data) for peer, data in incoming.items()]
+        ops += [self._op(dist.isend, peer, data) for peer, data in outgoing.items()]
         if ops:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
+        for peer, pieces in receives.items():
+            if len(pieces) > 1:
+                _split(incoming[peer], pieces)
 
-    def agree(self, program: Program, local: torch.Tensor, fault: str | None, send_numel: int) -> int:
-        """Compare program, shape and dtype over all ranks, once per program; the largest `send_numel` of any rank.
+    def _op(self, op: Any, peer: int, data: torch.Tensor) -> dist.P2POp:
+        return dist.P2POp(op, data, group=self.group, group_peer=self.peers[peer])
 
-        Every rank learns of a fault on any of them, so that all raise and none is left waiting."""
-        known = self._agreed.get(program.hash)
-        if known is not None:
-            if fault:
-                raise MoveError(fault)
-            return known
-        shape = [*local.shape, *[-1] * SHAPE_SLOTS][:SHAPE_SLOTS]
-        words = [int(program.hash[:15], 16), int(bool(fault)), send_numel, _dtype_code(local.dtype), local.dim(), *shape]
-        mine = torch.tensor(words, dtype=torch.int64, device=local.device)
-        rows = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(rows, mine, group=self.group)
-        table = torch.stack(rows).tolist()
-        by_mesh_rank = [table[peer] for peer in self.peers]
-        if fault:
-            raise MoveError(fault)
-        self._compare(program, by_mesh_rank)
-        most = max(int(row[2]) for row in by_mesh_rank)
-        self._agreed[program.hash] = most
-        return most
+    def _gather(self, batch: list[Gather]) -> None:
+        group = self._subgroup(batch[0].members, batch[0].local.device)
+        if len(batch) == 1:
+            all_gather_flat(_raw(batch[0].out), _raw(batch[0].local), group)
+            return
+        local = _joined([request.local for request in batch])
+        out = local.new_empty((len(batch[0].members), local.numel()))
+        all_gather_flat(out.view(-1), local, group)
+        for row, k in zip(out, range(len(out)), strict=True):
+            _split(row, [request.out[k] for request in batch])
 
-    def _compare(self, program: Program, rows: list[list[int]]) -> None:
-        here = rows[self.rank]
-        for rank, row in enumerate(rows):
-            if row[0] != here[0]:
-                raise MoveError(
-                    f"mesh ranks {self.rank} and {rank} run different programs: hash {here[0]:015x} here, {row[0]:015x} "
-                    f"there; this rank's is {program}. Call with the same shape, layouts, mesh and cluster on every rank"
-                )
-            if row[1]:
-                dtype, dim, shape = row[3], row[4], row[5 : 5 + min(row[4], SHAPE_SLOTS)]
-                expected = program.src.local_shape(program.shape, program.mesh, rank)
-                raise MoveError(
-                    f"mesh rank {rank} gave a tensor of shape {tuple(shape)}{'...' if dim > SHAPE_SLOTS else ''} and dtype "
-                    f"{_DTYPES[dtype]} to {program}, which expects {expected} of {program.dtype} there"
-                )
+    def _reduce_scatter(self, batch: list[ReduceScatter]) -> None:
+        group = self._subgroup(batch[0].members, batch[0].out.device)
+        members = len(batch[0].members)
+        parts = torch.cat([_real(request.parts).reshape(members, -1) for request in batch], dim=1)
+        out = parts.new_empty(parts.shape[1])
+        reduce_scatter_flat(out, parts.view(-1), group)
+        _split(_raw(out), [request.out for request in batch])
+
+    def _all_reduce(self, batch: list[AllReduce]) -> None:
+        group = self._subgroup(batch[0].members, batch[0].total.device)
+        if len(batch) == 1:
+            dist.all_reduce(_real(batch[0].total), group=group)
+            return
+        total = torch.cat([_real(request.total).reshape(-1) for request in batch])
+        dist.all_reduce(total, group=group)
+        _split(_raw(total), [request.total for request in batch])
+
+    def order(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Mesh ranks as their sub-group numbers them: torch sorts a new group by global rank."""
+        whole = len(members) == len(self.ranks)
+        return tuple(sorted(members, key=(self.peers if whole else self.ranks).__getitem__))
+
+    def _subgroup(self, members: tuple[int, ...], device: torch.device) -> Any:
+        if len(members) == len(self.ranks):
+            return self.group
+        if members not in self._subgroups:
+            self._subgroups[members] = dist.new_group(
+                [self.ranks[member] for member in members],
+                timeout=group_timeout(self.group, device),
+                use_local_synchronization=True,  # the other groups of the mesh are made by their own members
+            )
+        return self._subgroups[members]
 
 
 def comm_for(mesh: Mesh, group: Any) -> Comm | None:
     """The communicator for a mesh on a group, a DeviceMesh of its shape, or the default group; None for one device."""
-    ranks: Sequence[int]
-    if hasattr(group, "mesh_dim_names"):  # a DeviceMesh, known by its looks so that its module is not loaded
-        shape = tuple(group.mesh.shape)
-        sizes = tuple(size for _, size in mesh.axes)
+    is_mesh = hasattr(group, "mesh_dim_names")  # a DeviceMesh, known by its looks so that its module is not loaded
+    if is_mesh:
+        shape, sizes = tuple(group.mesh.shape), tuple(size for _, size in mesh.axes)
         if shape != sizes:
             raise MoveError(f"the DeviceMesh has shape {shape}, the program's mesh {mesh} has {sizes}")
-        ranks = group.mesh.flatten().tolist()
-    elif mesh.size == 1 and (group is None or dist.get_world_size(group) == 1):
+    if mesh.size == 1:
+        if group is not None and not is_mesh and dist.get_world_size(group) > 1:
+            raise MoveError(f"the mesh {mesh} has 1 device, the group has {dist.get_world_size(group)} ranks")
         return None
-    elif not dist.is_initialized():
+    if not dist.is_initialized():
         raise MoveError(
             f"the mesh {mesh} has {mesh.size} devices, but torch.distributed is not initialised: "
             "start with torchrun and call torch.distributed.init_process_group"
         )
-    else:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if mesh.size == 1:
-        return None
+    ranks = group.mesh.flatten().tolist() if is_mesh else dist.get_process_group_ranks(group or dist.group.WORLD)
     if len(ranks) != mesh.size:
         raise MoveError(f"the mesh {mesh} has {mesh.size} devices, the group has {len(ranks)} ranks")
-    return _cached_comm(group, tuple(ranks))
+    return _cached_comm(None if is_mesh else group, tuple(ranks))
 
 
 def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:
     world = dist.group.WORLD
-    if hasattr(group, "mesh_dim_names"):
-        group = None
-    # The default group's object is part of the key: after destroy_process_group everything is made anew.
-    key = (id(world), id(group) if group is not None else None, ranks)
+    # The default group is part of the key: after destroy_process_group everything is made anew.
+    for stale in [key for key in _comms if key[0] != id(world)]:
+        del _comms[stale]
+    key = (id(world), None if group is None else id(group), ranks)
     if key not in _comms:
-        if group is None:
-            whole = sorted(ranks) == list(range(dist.get_world_size()))
-            group = world if whole else dist.new_group(sorted(ranks), use_local_synchronization=True)
-        for stale in [k for k in _comms if isinstance(k, tuple) and k[0] != id(world)]:
-            del _comms[stale]
+        if group is None and sorted(ranks) == list(range(dist.get_world_size())):
+            group = world
+        elif group is None:
+            group = dist.new_group(sorted(ranks), use_local_synchronization=True)
         _comms[key] = Comm(group, ranks)
     return _comms[key]
 
 
-def _raw(part: torch.Tensor) -> torch.Tensor:
+def _tensor(request: Any) -> torch.Tensor:
+    tensor: torch.Tensor = request.total if isinstance(request, AllReduce) else request.out
+    return tensor
+
+
+def _by_peer(parts: list[list[Part]]) -> dict[int, list[torch.Tensor]]:
+    """The pieces for each peer, in the order of the requests, which is the same at both ends."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for part in parts:
+        for peer, piece in part:
+            found.setdefault(peer, []).append(piece)
+    return found
+
+
+def _raw(piece: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor: what only moves needs no dtype, and gloo knows few."""
-    return part.reshape(-1).view(torch.uint8)
+    return piece.view(-1).view(torch.uint8)
 
 
-_DTYPES = sorted({str(d) for d in vars(torch).values() if isinstance(d, torch.dtype)})
+def _raw_buffer(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0].new_empty(sum(piece.nbytes for piece in pieces), dtype=torch.uint8)
 
 
-def _dtype_code(dtype: torch.dtype) -> int:
-    return _DTYPES.index(str(dtype))
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([_raw(piece) for piece in pieces])
+
+
+def _split(raw: torch.Tensor, pieces: list[torch.Tensor]) -> None:
+    """Bytes laid end to end, back into the tensors they are for."""
+    start = 0
+    for piece in pieces:
+        _raw(piece).copy_(raw[start : start + piece.nbytes])
+        start += piece.nbytes
+
+
+def _real(array: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs: backends add only real ones."""
+    return torch.view_as_real(array) if array.is_complex() else array

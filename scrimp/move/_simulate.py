@@ -40,7 +40,7 @@ def scatter(program: Program, array: np.ndarray) -> list[np.ndarray]:
         if summands > 1:
             rest = summands * (summands - 1) // 2
             tile = (tile - rest) if index == 0 else np.full_like(tile, index)
-        out.append(tile.copy())
+        out.append(np.array(tile))
     return out
 
 

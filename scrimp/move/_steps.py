@@ -103,19 +103,24 @@ def priced(
 
 
 def _traffic(step: Step, shape: tuple[int, ...], padded: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:
-    """Elements and messages received by the busiest device."""
+    """Elements received by the busiest device, and messages one after the other: a gather or a sum over n devices
+    can go by doubling, in sum(p - 1) rounds over the prime factors of n; where every device has something else for
+    every other, each of them sends a message of its own."""
     if step.kind == "slice":
         return 0, 0
-    members = prod(mesh.axis_size(axis) for axis in step.axes)
+    sizes = [mesh.axis_size(axis) for axis in step.axes]
+    members, rounds = prod(sizes), sum(size - 1 for size in sizes)
     have, want = (tiles(layout, shape, mesh, padded) for layout in (step.before, step.after))
     if step.kind == "reduce_scatter":
-        return (members - 1) * int(want.numel.max()), members - 1
+        return (members - 1) * int(want.numel.max()), rounds
     if step.kind == "all_reduce":
-        return 2 * (-(-int(have.numel.max()) * (members - 1) // members)), 2 * (members - 1)
+        return 2 * (-(-int(have.numel.max()) * (members - 1) // members)), 2 * rounds
     received = int(missing_numel(have, want).max())
     if step.kind in ("exchange", "direct"):
         return received, int(sources(have, want).max())
-    return received, 1 if step.kind == "permute" else members - 1
+    if step.kind == "permute":
+        return received, 1
+    return received, rounds if step.kind == "all_gather" else members - 1
 
 
 def _changed_axes(step: Step) -> tuple[str, ...]:

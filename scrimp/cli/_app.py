@@ -1,0 +1,147 @@
+r"""The commands: their options and help, and how an error reaches the person who typed.
+
+Each command imports what it needs when it runs, so that `scrimp --help` loads neither torch nor numpy. Help texts are
+rich markup, in which an opening bracket is written `\[`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from scrimp import __version__
+from scrimp.errors import ScrimpError
+
+COLUMNS = 100  # where no terminal says otherwise
+
+
+class Commands(TyperGroup):
+    """Every error that scrimp raises on purpose ends as one line and exit code 2, never as a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ScrimpError as error:
+            console(stderr=True).print(f"error: {error}", style="red", soft_wrap=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="scrimp",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def console(*, stderr: bool = False) -> Any:
+    """A rich console on which brackets are text: layouts would else be taken for markup."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")  # a box that cannot be drawn is no reason to fail
+    known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else COLUMNS)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"scrimp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
+) -> None:
+    r"""Train PyTorch models in the least memory a cluster allows.
+
+    Begin with
+      scrimp demo
+      scrimp move --mesh x=2,y=4 --shape 8192,8192 "\[x,y]" "\[y,x]"
+    """
+
+
+@app.command()
+def move(
+    src: Annotated[str, typer.Argument(metavar="FROM", help=r'The layout the array has, such as "\[x,y]".')],
+    dst: Annotated[str, typer.Argument(metavar="TO", help=r'The layout it shall have, such as "\[y,x]".')],
+    mesh: Annotated[str, typer.Option(help="The axes of the mesh and their sizes, such as x=2,y=4.")],
+    shape: Annotated[str, typer.Option(help="The size of each dim, such as 8192,8192.")],
+    dtype: Annotated[str, typer.Option(help="The type of the elements, by its name in torch.")] = "float32",
+    collectives_only: Annotated[
+        bool, typer.Option("--collectives-only", help="Leave out the direct exchange of arbitrary parts.")
+    ] = False,
+    no_peers: Annotated[
+        bool, typer.Option("--no-peers", help="Do not compare with DTensor; torch is not loaded then.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the program as JSON and nothing else.")] = False,
+    latency_us: Annotated[float, typer.Option(min=0, help="Microseconds a message takes.")] = 10.0,
+    gb_per_s: Annotated[float, typer.Option(min=0, help="Gigabytes a device receives in a second.")] = 25.0,
+) -> None:
+    r"""Show how an array moves from one layout to another: the steps, bytes, peak, and a picture.
+
+    A layout names, for each dim, the mesh axes that split it, the major one first; "-" is a dim that is whole, and
+    +y after the bracket a sum over y that is not taken yet. Axes that are not named hold copies.
+
+    Examples
+      scrimp move --mesh x=2,y=4 --shape 8192,8192 "\[x,y]" "\[y,x]"
+      scrimp move --mesh x=2,y=4 --shape 8192,8192 --collectives-only "\[x*y,-]" "\[-,x*y]"
+      scrimp move --mesh dp=2,tp=4 --shape 4096,1024 --dtype bfloat16 "\[-,-]+tp" "\[dp,tp]"
+      scrimp move --mesh x=8 --shape 1000 --json "\[x]" "\[-]"
+    """
+    from scrimp.cli._move import parse_shape, show
+    from scrimp.cluster import Cluster, Link
+    from scrimp.layout import Mesh
+    from scrimp.move import synthesize
+
+    if latency_us != latency_us or gb_per_s != gb_per_s:
+        raise ScrimpError(f"a link of {latency_us} us a message and {gb_per_s} GB/s: both must be numbers")
+    # Divided, not multiplied: 10 / 1e6 is the very float that the default link has, so that programs hash alike.
+    cluster = Cluster(default=Link(latency_seconds=latency_us / 1e6, bytes_per_second=gb_per_s * 1e9))
+    program = synthesize(
+        parse_shape(shape), Mesh.parse(mesh), src, dst, dtype=dtype, cluster=cluster, direct=not collectives_only
+    )
+    if as_json:
+        typer.echo(program.to_json())
+    else:
+        show(console(), program, cluster, peers=not no_peers)
+
+
+@app.command()
+def doctor(
+    deep: Annotated[bool, typer.Option("--deep", help="Also let two gloo processes exchange an array.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Say what this machine has: memory, GPUs, torch, backends, packages. It always ends with exit code 0.
+
+    Examples
+      scrimp doctor
+      scrimp doctor --deep --json
+    """
+    from scrimp.cli import _doctor
+
+    rows = _doctor.examine(deep=deep)
+    if as_json:
+        typer.echo(_doctor.to_json(rows))
+    else:
+        _doctor.show(console(), rows)
+
+
+@app.command()
+def demo() -> None:
+    """Move arrays between layouts on 8 processes of this machine, beside PyTorch's DTensor: one minute.
+
+    Example
+      scrimp demo
+    """
+    from scrimp.cli._demo import demo
+
+    demo(console())

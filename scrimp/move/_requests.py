@@ -1,0 +1,53 @@
+"""What a step asks of the network. A step is a generator that yields requests and goes on when they are served, so
+that one driver can serve one step at a time, and another the same moment of many tensors' steps in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Part(NamedTuple):
+    """A contiguous tensor to or from a mesh rank."""
+
+    peer: int
+    piece: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Point to point over the group of the mesh; at most one part to and from each peer."""
+
+    sends: list[Part]
+    receives: list[Part]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """`out` (members x local) gets the `local` of every member, in the order of `members`."""
+
+    members: tuple[int, ...]
+    local: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatter:
+    """`out` gets the sum of the members' `parts[k]`, k being its place in the order of `members`."""
+
+    members: tuple[int, ...]
+    parts: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """`total` becomes the sum over the members, in place."""
+
+    members: tuple[int, ...]
+    total: torch.Tensor
+
+
+Request = Exchange | Gather | ReduceScatter | AllReduce
