@@ -196,17 +196,19 @@ def _cold_seconds(mesh: Mesh, pair: Pair, direct: bool) -> float:
 
 
 def _cached_seconds(mesh: Mesh, pair: Pair, direct: bool) -> float:
-    synthesize(PLANNED_SHAPE, mesh, *pair, direct=direct)
+    src, dst = map(str, pair)
+    synthesize(PLANNED_SHAPE, mesh, src, dst, direct=direct)
     start = time.perf_counter()
     for _ in range(CACHED_CALLS):
-        synthesize(PLANNED_SHAPE, mesh, *pair, direct=direct)
+        synthesize(PLANNED_SHAPE, mesh, src, dst, direct=direct)
     return (time.perf_counter() - start) / CACHED_CALLS
 
 
 def _dtensor_seconds(mesh: Mesh, pairs: Sequence[Pair], min_cost: bool) -> list[float]:
     """Of the planner alone: what it is given is made beforehand, and its caches are cleared for each pair."""
+    import torch  # here, since nothing else in this file needs it and the ranks must set it up first
+
     private = dtensor_plans._private()
-    torch = dtensor_plans.importlib.import_module("torch")
     seconds = []
     with fake_world(mesh.size), patch.object(torch.cuda, "device_count", lambda: dtensor_plans.GPUS_PER_HOST):
         device_mesh = dtensor_plans._device_mesh(mesh)

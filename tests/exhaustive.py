@@ -1,8 +1,8 @@
 """An unrestricted search over all layouts of a small mesh: the oracle for how few bytes collectives can do with.
 
-Dijkstra over every type on prime sub-axes. Edges: slice, all_gather, all_to_all of one or several minor axes, and
-any permute, in any order and any number; no normal form, no levels, no memory cap unless asked for. It is written
-apart from scrimp.move and knows it not.
+Dijkstra over every type on prime sub-axes. Edges: slice, all_gather, all_to_all and reduce_scatter of one or several
+axes, all_reduce, and any permute, in any order and any number: no normal form, no levels, no memory cap. It is written
+apart from scrimp.move and does not know it.
 """
 
 from __future__ import annotations
@@ -16,65 +16,87 @@ from math import prod
 from scrimp.layout import Layout, Mesh
 
 Type = tuple[tuple[str, ...], ...]
+State = tuple[Type, frozenset[str]]  # the stacks of axes, and the axes of a partial sum
 
 
 @lru_cache(maxsize=None)
 def all_types(mesh: Mesh, rank: int) -> tuple[Type, ...]:
-    found = []
-    axes = mesh.sub_axes
-    for count in range(len(axes) + 1):
-        for order in itertools.permutations(axes, count):
+    found = set()
+    for count in range(len(mesh.sub_axes) + 1):
+        for order in itertools.permutations(mesh.sub_axes, count):
             for cuts in itertools.combinations_with_replacement(range(count + 1), rank - 1):
                 bounds = (0, *cuts, count)
-                found.append(tuple(order[a:b] for a, b in zip(bounds, bounds[1:], strict=False)))
-    return tuple(sorted(set(found)))
+                found.add(tuple(order[a:b] for a, b in itertools.pairwise(bounds)))
+    return tuple(sorted(found))
+
+
+def state_of(layout: Layout, mesh: Mesh) -> State:
+    split = layout.split(mesh)
+    return split.dims, frozenset(split.partial)
 
 
 @lru_cache(maxsize=None)
-def least_received(mesh: Mesh, rank: int, src: Layout, capped: bool, dst: Layout | None = None) -> dict[Type, Fraction]:
-    """For every type the least that a device receives on the way from src, as a fraction of the whole array."""
+def least_received(mesh: Mesh, rank: int, start: State) -> dict[State, Fraction]:
+    """For every state the least that a device receives on the way from `start`, as a fraction of the whole array."""
 
-    def local(t: Type) -> Fraction:
-        return Fraction(1, prod(mesh.axis_size(a) for stack in t for a in stack))
+    def size(axes: tuple[str, ...]) -> int:
+        return prod(mesh.axis_size(axis) for axis in axes)
 
-    def counts(t: Type) -> tuple[int, ...]:
-        return tuple(prod(mesh.axis_size(a) for a in stack) for stack in t)
+    def local(dims: Type) -> Fraction:
+        return Fraction(1, prod(size(stack) for stack in dims))
 
-    start = src.split(mesh).dims
-    cap = max(local(start), local(dst.split(mesh).dims)) if capped and dst is not None else None
+    def counts(dims: Type) -> tuple[int, ...]:
+        return tuple(size(stack) for stack in dims)
+
     by_counts: dict[tuple[int, ...], list[Type]] = {}
-    for t in all_types(mesh, rank):
-        by_counts.setdefault(counts(t), []).append(t)
-    best: dict[Type, Fraction] = {start: Fraction(0)}
-    queue = [(Fraction(0), start)]
-    done: set[Type] = set()
-    permuted: dict[tuple[int, ...], Fraction] = {}
+    for dims in all_types(mesh, rank):
+        by_counts.setdefault(counts(dims), []).append(dims)
+
+    def edges(dims: Type, partial: frozenset[str]) -> list[tuple[Fraction, State]]:
+        used = {axis for stack in dims for axis in stack} | partial
+        out: list[tuple[Fraction, State]] = []
+
+        def pushed(on: Type, dim: int, axes: tuple[str, ...]) -> Type:
+            return on[:dim] + (on[dim] + axes,) + on[dim + 1 :]
+
+        for dim in range(rank):
+            out += [(Fraction(0), (pushed(dims, dim, (a,)), partial)) for a in mesh.sub_axes if a not in used]
+            for k in range(1, len(partial) + 1):
+                for axes in itertools.permutations(sorted(partial), k):
+                    m = size(axes)
+                    out.append((Fraction(m - 1, m) * local(dims), (pushed(dims, dim, axes), partial - {*axes})))
+            for k in range(1, len(dims[dim]) + 1):
+                block = dims[dim][-k:]
+                m = size(block)
+                popped = dims[:dim] + (dims[dim][:-k],) + dims[dim + 1 :]
+                out.append(((m - 1) * local(dims), (popped, partial)))
+                out += [
+                    (Fraction(m - 1, m) * local(dims), (pushed(popped, to_dim, block), partial))
+                    for to_dim in range(rank)
+                    if to_dim != dim
+                ]
+        for axis in partial:
+            m = mesh.axis_size(axis)
+            out.append((2 * Fraction(m - 1, m) * local(dims), (dims, partial - {axis})))
+        return out
+
+    best: dict[State, Fraction] = {start: Fraction(0)}
+    queue = [(Fraction(0), start[0], sorted(start[1]))]
+    done: set[State] = set()
+    permuted: set[object] = set()
     while queue:
-        price, t = heapq.heappop(queue)
-        if t in done:
+        price, dims, names = heapq.heappop(queue)
+        partial = frozenset(names)
+        if (dims, partial) in done:
             continue
-        done.add(t)
-        used = {a for stack in t for a in stack}
-        edges: list[tuple[Fraction, Type]] = []
-        for i in range(rank):
-            for a in mesh.sub_axes:
-                if a not in used:
-                    edges.append((Fraction(0), t[:i] + (t[i] + (a,),) + t[i + 1 :]))
-            for k in range(1, len(t[i]) + 1):
-                block = t[i][-k:]
-                m = prod(mesh.axis_size(a) for a in block)
-                popped = t[:i] + (t[i][:-k],) + t[i + 1 :]
-                edges.append(((m - 1) * local(t), popped))
-                for j in range(rank):
-                    if j != i:
-                        edges.append((Fraction(m - 1, m) * local(t), popped[:j] + (popped[j] + block,) + popped[j + 1 :]))
-        if counts(t) not in permuted:  # the first one of a shape reached is the cheapest to permute from
-            permuted[counts(t)] = price
-            edges += [(local(t), other) for other in by_counts[counts(t)]]
-        for extra, other in edges:
-            if other in done or (cap is not None and local(other) > cap):
-                continue
-            if other not in best or price + extra < best[other]:
-                best[other] = price + extra
-                heapq.heappush(queue, (price + extra, other))
+        done.add((dims, partial))
+        steps = edges(dims, partial)
+        if (counts(dims), partial) not in permuted:  # the first of a shape to be reached is the cheapest to permute from
+            permuted.add((counts(dims), partial))
+            alike = (other for other in by_counts[counts(dims)] if not partial & {a for stack in other for a in stack})
+            steps += [(local(dims), (other, partial)) for other in alike]
+        for extra, state in steps:
+            if state not in done and price + extra < best.get(state, Fraction(10**9)):
+                best[state] = price + extra
+                heapq.heappush(queue, (price + extra, state[0], sorted(state[1])))
     return best

@@ -79,23 +79,22 @@ def move(
     collectives_only: Annotated[
         bool, typer.Option("--collectives-only", help="Leave out the direct exchange of arbitrary parts.")
     ] = False,
-    no_peers: Annotated[
-        bool, typer.Option("--no-peers", help="Do not compare with DTensor; torch is not loaded then.")
-    ] = False,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Do not compare with DTensor; torch is not loaded then.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the program as JSON and nothing else.")] = False,
-    latency_us: Annotated[float, typer.Option(min=0, help="Microseconds a message takes.")] = 10.0,
-    gb_per_s: Annotated[float, typer.Option(min=0, help="Gigabytes a device receives in a second.")] = 25.0,
+    latency_us: Annotated[float, typer.Option(help="Microseconds a message takes.")] = 10.0,
+    gb_per_s: Annotated[float, typer.Option(help="Gigabytes a device receives in a second.")] = 25.0,
 ) -> None:
     r"""Show how an array moves from one layout to another: the steps, bytes, peak, and a picture.
 
-    A layout names, for each dim, the mesh axes that split it, the major one first; "-" is a dim that is whole, and
-    +y after the bracket a sum over y that is not taken yet. Axes that are not named hold copies.
+    A layout names, for each dim, the mesh axes that split it, the major one
+    first. "-" is a dim that is whole; +y after the bracket is a sum over y that
+    is not taken yet. Axes that are not named hold copies.
 
     Examples
       scrimp move --mesh x=2,y=4 --shape 8192,8192 "\[x,y]" "\[y,x]"
-      scrimp move --mesh x=2,y=4 --shape 8192,8192 --collectives-only "\[x*y,-]" "\[-,x*y]"
-      scrimp move --mesh dp=2,tp=4 --shape 4096,1024 --dtype bfloat16 "\[-,-]+tp" "\[dp,tp]"
-      scrimp move --mesh x=8 --shape 1000 --json "\[x]" "\[-]"
+      scrimp move --mesh x=2,y=4 --shape 64,64 "\[x*y,-]" "\[y*x,-]" --no-peers
+      scrimp move --mesh x=2,y=4 --shape 64,64 "\[-,-]+x" "\[y,x]" --dtype bfloat16
+      scrimp move --mesh x=8 --shape 1000 "\[x]" "\[-]" --json
     """
     from scrimp.cli._move import parse_shape, show
     from scrimp.cluster import Cluster, Link

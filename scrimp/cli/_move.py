@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -49,21 +49,23 @@ def show(console: Console, program: Program, cluster: Cluster, *, peers: bool) -
     count = len(program.steps)
     shape = ",".join(map(str, program.shape)) or "scalar"
     console.print(
-        f"{program.src} -> {program.dst}  {program.dtype}[{shape}] on {program.mesh or 'no axes'} "
-        f"({program.mesh.size} devices): {count} step{'s' * (count != 1)}",
+        f"{program.src} -> {program.dst}  {program.dtype}[{shape}] on {str(program.mesh) or 'no axes'} "
+        f"({program.mesh.size} device{'s' * (program.mesh.size != 1)}): {count} step{'s' * (count != 1)}",
         style="bold",
     )
     console.print(steps_table(program))
-    console.print(totals(program), "", sep="\n")
+    console.print(totals_table(program))
+    console.print()
     rows = contenders(program, cluster) if peers else scrimp_contenders(program, cluster)
     console.print(comparison_table(program, rows))
     if peers and program.dtype != "float32":
-        console.print("DTensor's plans are those for float32, counted in this dtype", "", sep="\n")
+        console.print("DTensor's plans are those for float32, counted in this dtype")
+    console.print()
     console.print(picture(program, min(console.width, WIDEST)), soft_wrap=True)
 
 
 def steps_table(program: Program) -> Table:
-    table = Table(box=SIMPLE_HEAD)
+    table = _plain_table()
     for header, justify in (
         ("#", "right"),
         ("operation", "left"),
@@ -87,25 +89,30 @@ def steps_table(program: Program) -> Table:
     return table
 
 
-def totals(program: Program) -> str:
-    received = f"received  {_exact(program.received_nbytes)} by the busiest device"
+def totals_table(program: Program) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    for _ in range(2):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+
+    def row(name: str, nbytes: int, words: str) -> None:
+        table.add_row(name, nbytes_text(nbytes), f"{nbytes:,} B", words)
+
+    peak, cap = (numel * program.itemsize for numel in (program.peak_numel, program.cap_numel))
+    row("received", program.received_nbytes, "by the busiest device, over all steps")
     if not program.src.partial and not program.dst.partial:
         bound = lower_bound_numel(program.shape, program.mesh, program.src, program.dst) * program.itemsize
-        received += f"; no program can do with less than {_exact(bound)}"
-    peak, cap = (numel * program.itemsize for numel in (program.peak_numel, program.cap_numel))
-    return "\n".join(
-        [
-            received,
-            f"peak      {_exact(peak)} on a device; the cap, the larger of source and target tile, is {_exact(cap)}: "
-            f"{_ratio(peak, cap)}",
-            f"seconds   {program.seconds:.6f} by the model of the links",
-        ]
-    )
+        row("lower bound", bound, "some device cannot do with less, whatever the program")
+    row("peak", peak, f"the largest local array at any step: {_ratio(peak, cap)} the cap")
+    row("cap", cap, "the larger of source and target tile")
+    table.add_row("time", f"{program.seconds * 1e6:,.1f} us", f"{program.seconds:.6f} s", "by the model of the links")
+    return table
 
 
 def scrimp_contenders(program: Program, cluster: Cluster) -> list[Contender]:
     rows = []
-    for name, direct in (("scrimp, collectives only", False), ("scrimp, direct exchange too", True)):
+    for name, direct in (("scrimp, collectives only", False), ("scrimp, with direct exchange", True)):
         other = synthesize(
             program.shape, program.mesh, program.src, program.dst, dtype=program.dtype, cluster=cluster, direct=direct
         )
@@ -146,10 +153,10 @@ def _peer(name: str, plan: Callable[[], PeerPlan], itemsize: int) -> Contender:
 
 
 def comparison_table(program: Program, rows: list[Contender]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
+    table = _plain_table(caption="x: bytes received, over those of the program above", caption_justify="left")
     table.add_column("compared", no_wrap=True)
     table.add_column("steps")
-    for header in ("received", "x the above", "peak / cap"):
+    for header in ("received", "x", "peak / cap"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         if row.received_nbytes is None:
@@ -163,6 +170,10 @@ def comparison_table(program: Program, rows: list[Contender]) -> Table:
             _ratio(row.peak_numel, program.cap_numel),
         )
     return table
+
+
+def _plain_table(**options: Any) -> Table:
+    return Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, **options)
 
 
 def _tile_text(shape: tuple[int, ...]) -> str:

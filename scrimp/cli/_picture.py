@@ -1,7 +1,8 @@
 """Layouts as text: which rank holds what, before a program and after each of its steps.
 
 All grids of a program have the same outer size, since each of them is the same array: where a cell stands is which part
-it is. Dim 0 runs down and dim 1 to the right (the only dim of a vector to the right). A cell names its holders:
+it is (in proportion, as far as there is room). Dim 0 runs down and dim 1 to the right (the only dim of a vector to the
+right). A cell names its holders:
 
     0 1      ranks 0 and 1 hold the same values        0-3      ranks 0 to 3 do
     0+1      they hold summands of a partial sum       0|1      they hold different parts along dim 2
@@ -31,6 +32,20 @@ class Frame:
     title: str
     layout: Layout
     boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """The labels of a grid, row by row, and the part of the array that each row and column is."""
+
+    labels: tuple[tuple[str, ...], ...]
+    down: tuple[tuple[int, int], ...]
+    right: tuple[tuple[int, int], ...]
+
+    @property
+    def column(self) -> int:
+        """Columns that a cell needs for its label, a space on each side, and a border."""
+        return max(len(label) for row in self.labels for label in row) + 3
 
 
 def frames(program: Program) -> list[Frame]:
@@ -78,10 +93,8 @@ def nbytes_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:.0f} {unit}"
 
 
-def draw(labels: Sequence[Sequence[str]], width: int, height: int) -> list[str]:
-    """A grid of labelled cells, `width` by `height` from border to border."""
-    columns = [width * k // len(labels[0]) for k in range(len(labels[0]) + 1)]
-    rows = [height * k // len(labels) for k in range(len(labels) + 1)]
+def draw(labels: Sequence[Sequence[str]], columns: Sequence[int], rows: Sequence[int]) -> list[str]:
+    """A grid of labelled cells, whose borders stand at the given columns and rows."""
     spans = [right - left - 1 for left, right in pairwise(columns)]
 
     def border(left: str, middle: str, right: str) -> str:
@@ -97,20 +110,30 @@ def draw(labels: Sequence[Sequence[str]], width: int, height: int) -> list[str]:
     return lines
 
 
-def cells(frame: Frame, mesh: Mesh) -> list[list[str]]:
-    """The label of every tile that is not empty, as rows of columns."""
+def borders(sides: Sequence[tuple[int, int]], length: int, least: int) -> list[int]:
+    """Where to draw the borders of tiles on a line: in proportion, or evenly where a tile would be too short."""
+    whole = sides[-1][1]
+    found = [length * start // whole for start, _ in sides] + [length]
+    if all(right - left >= least for left, right in pairwise(found)):
+        return found
+    return [length * k // len(sides) for k in range(len(sides) + 1)]
+
+
+def cells(frame: Frame, mesh: Mesh) -> Cells:
+    """The tiles that are not empty. A vector is one row, a scalar one cell."""
     holders: dict[tuple[tuple[int, int], tuple[int, int]], dict[Box, list[int]]] = {}
     for rank, box in enumerate(frame.boxes):
         if box_numel(box):
-            down, right, *rest = (*((0, 1),) * (2 - len(box)), *box)  # a vector is one row, a scalar one cell
-            holders.setdefault((down, right), {}).setdefault(tuple(rest), []).append(rank)
+            sides = ((0, 1),) * (2 - len(box)) + box
+            holders.setdefault((sides[0], sides[1]), {}).setdefault(sides[2:], []).append(rank)
     if not holders:
-        return [["empty"]]
-    rows, columns = (sorted({place[side] for place in holders}) for side in (0, 1))
-    return [
-        ["|".join(_holders_text(ranks, frame.layout, mesh) for ranks in holders[row, column].values()) for column in columns]
-        for row in rows
-    ]
+        return Cells(labels=(("empty",),), down=((0, 1),), right=((0, 1),))
+    downs, rights = (tuple(sorted({place[side] for place in holders})) for side in (0, 1))
+    labels = tuple(
+        tuple("|".join(_holders_text(ranks, frame.layout, mesh) for ranks in holders[d, r].values()) for r in rights)
+        for d in downs
+    )
+    return Cells(labels=labels, down=downs, right=rights)
 
 
 def _holders_text(ranks: Sequence[int], layout: Layout, mesh: Mesh) -> str:
@@ -128,24 +151,24 @@ def _sum_text(group: Sequence[int]) -> str:
 
 def _grids(moments: Sequence[Frame], mesh: Mesh, width: int) -> list[list[str]] | None:
     """One block of lines for each frame; None where a grid would not fit."""
-    labels = [cells(frame, mesh) for frame in moments]
-    across = max(len(grid[0]) * (max(len(label) for row in grid for label in row) + 3) for grid in labels)
-    down = max(2 * len(grid) for grid in labels)
+    found = [cells(frame, mesh) for frame in moments]
+    across = max(len(grid.right) * grid.column for grid in found)
+    tall = max(2 * len(grid.down) for grid in found)
     if across + 1 > width:
         return None
     blocks = []
-    for frame, grid in zip(moments, labels, strict=True):
+    for frame, grid in zip(moments, found, strict=True):
+        lines = draw(grid.labels, borders(grid.right, across, grid.column), borders(grid.down, tall, 2))
         idle = [rank for rank, box in enumerate(frame.boxes) if not box_numel(box)]
-        note = [f"nothing on {ranks_text(idle)}"] if idle and grid != [["empty"]] else []
-        blocks.append([frame.title, str(frame.layout), *draw(grid, across, down), *note])
+        note = [f"nothing on {ranks_text(idle)}"] if idle and len(idle) < mesh.size else []
+        blocks.append([frame.title, str(frame.layout), *lines, *note])
     return blocks
 
 
 def _listed(frame: Frame, mesh: Mesh) -> list[str]:
     shown = min(LISTED_RANKS, mesh.size)
     lines = [
-        f"{rank}: " + (" ".join(f"{start}:{stop}" for start, stop in frame.boxes[rank]) or "the scalar")
-        for rank in range(shown)
+        f"{rank}: " + (" ".join(f"{start}:{stop}" for start, stop in frame.boxes[rank]) or "the scalar") for rank in range(shown)
     ]
     more = [f"and {mesh.size - shown} more"] if mesh.size > shown else []
     return [frame.title, str(frame.layout), *lines, *more]

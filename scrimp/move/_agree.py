@@ -48,7 +48,17 @@ def agree(comm: Comm, programs: Sequence[Program], locals_: Sequence[torch.Tenso
     shape = [*shown.shape, *[-1] * SHAPE_SLOTS][:SHAPE_SLOTS]
     load = max(overload(program, rank) for program in programs)
     words = [int(key[:15], 16), -1 if bad is None else bad, load, _DTYPES.index(str(shown.dtype)), shown.dim(), *shape]
-    mine = torch.tensor(words, dtype=torch.int64, device=shown.device)
+    by_rank = compare(comm, words, shown.device, f"{programs[0]}{' and more' if len(programs) > 1 else ''}")
+    for other, row in enumerate(by_rank):
+        if row[1] >= 0:
+            raise MoveError(fault_text(programs[row[1]], other, row[5 : 5 + min(row[4], SHAPE_SLOTS)], _DTYPES[row[3]]))
+    comm.agreed[key] = max(row[2] for row in by_rank)
+    return comm.agreed[key]
+
+
+def compare(comm: Comm, words: list[int], device: torch.device, what: str) -> list[list[int]]:
+    """The words of every mesh rank; an error on every rank unless the first word, a hash, is the same on all."""
+    mine = torch.tensor(words, dtype=torch.int64, device=device)
     rows = [torch.empty_like(mine) for _ in comm.ranks]
     dist.all_gather(rows, mine, group=comm.group)
     table = torch.stack(rows).tolist()
@@ -56,12 +66,7 @@ def agree(comm: Comm, programs: Sequence[Program], locals_: Sequence[torch.Tenso
     for other, row in enumerate(by_rank):
         if row[0] != words[0]:
             raise MoveError(
-                f"mesh ranks {rank} and {other} run different programs: hash {words[0]:015x} here, {row[0]:015x} there; "
-                f"this rank's is {programs[0]}{' and more' if len(programs) > 1 else ''}. "
-                "Call with the same shape, layouts, mesh, dtype and cluster on every rank"
+                f"mesh ranks {comm.rank} and {other} run different programs: hash {words[0]:015x} here, {row[0]:015x} "
+                f"there; this rank's is {what}. Call with the same shape, layouts, mesh, dtype and cluster on every rank"
             )
-    for other, row in enumerate(by_rank):
-        if row[1] >= 0:
-            raise MoveError(fault_text(programs[row[1]], other, row[5 : 5 + min(row[4], SHAPE_SLOTS)], _DTYPES[row[3]]))
-    comm.agreed[key] = max(row[2] for row in by_rank)
-    return comm.agreed[key]
+    return by_rank

@@ -8,6 +8,7 @@ compared, from mesh coordinates.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import numpy as np
 
@@ -105,11 +106,9 @@ def _permute(program: Program, step: Step, fail: Fail) -> None:
 
 
 def _exchange(program: Program, step: Step, fail: Fail) -> None:
-    before, after = (
-        layout.local_numel(program.shape, program.mesh, program.padded) for layout in (step.before, step.after)
-    )
+    before, after = (prod(layout.counts(program.mesh)) for layout in (step.before, step.after))
     if before != after:
-        fail(f"the local array has {after} elements, not {before} as before")
+        fail(f"it cuts the array into {after} tiles, not {before} as before")
     _same_partial(step, fail)
 
 

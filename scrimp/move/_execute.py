@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from scrimp.layout import Box, box_numel
+from scrimp.layout import Box, Mesh, box_numel
 from scrimp.move._program import Program, Step
 from scrimp.move._requests import AllReduce, Exchange, Gather, Part, ReduceScatter, Request
 from scrimp.move._routes import Routes, routes
@@ -86,6 +86,13 @@ def execute(
         yield from _exchange_in_rounds(holder, part, -(-nbytes // stage_nbytes(program)))
     else:
         yield from _exchange(holder, part)
+
+
+def execute_between(mesh: Mesh, part: Routes, rank: int, holder: Holder, sums: tuple[str, ...]) -> Iterator[Request]:
+    """Sums over axes, then a direct exchange along given routes."""
+    if sums:
+        yield from _all_reduce(holder, mesh.group(rank, sums), rank)
+    yield from _exchange(holder, part)
 
 
 def _pack(holder: Holder, part: Routes) -> tuple[list[Part], torch.Tensor, bool]:

@@ -7,11 +7,11 @@ are share the work. Between two ranks a step has at most one route each way.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from scrimp.layout import Box, Layout, Mesh, box_numel, intersect
+from scrimp.layout import Box, Layout, box_numel, intersect
 from scrimp.move._program import Program, Step
 
 Route = tuple[int, Box]
@@ -42,72 +42,73 @@ def routes(program: Program, step: Step, rank: int) -> Routes:
         sends = [(member, intersect(before, _tile(program, step.after, member))) for member in members]
         receives = [(member, intersect(_tile(program, step.before, member), after)) for member in members]
     else:
-        sends, receives = _matched(program, step, rank, before, after)
+        sends, receives = _matched(program, step, rank)
+    return _routes(rank, program.mesh.size, before, after, sends, receives)
+
+
+def routes_between(before: Sequence[Box], after: Sequence[Box], rank: int) -> Routes:
+    """The same for boxes that are given, one per rank, and need not be tiles of any layout."""
+    holders: dict[Box, list[int]] = {}
+    needers: dict[Box, list[int]] = {}
+    for other in range(len(before)):
+        holders.setdefault(before[other], []).append(other)
+        needers.setdefault(after[other], []).append(other)
+    sends, receives = _match(rank, before[rank], after[rank], holders, needers)
+    return _routes(rank, len(before), before[rank], after[rank], sends, receives)
+
+
+def _routes(
+    rank: int, world: int, before: Box, after: Box, sends: Iterable[Route], receives: Iterable[Route]
+) -> Routes:
+    def in_turn(parts: Iterable[Route]) -> tuple[Route, ...]:
+        """Nearest peer upwards first, so that ranks do not all begin with the same one; empty parts are not sent."""
+        return tuple(sorted((part for part in parts if box_numel(part[1])), key=lambda part: (part[0] - rank) % world))
+
     return Routes(
-        before=before,
-        after=after,
-        sends=_in_turn(sends, rank, program.mesh.size),
-        receives=_in_turn(receives, rank, program.mesh.size),
-        kept=intersect(before, after),
+        before=before, after=after, sends=in_turn(sends), receives=in_turn(receives), kept=intersect(before, after)
     )
 
 
-def _in_turn(parts: list[Route], rank: int, world: int) -> tuple[Route, ...]:
-    """Nearest peer upwards first, so that ranks do not all begin with the same one; empty parts are not sent."""
-    return tuple(sorted((p for p in parts if box_numel(p[1])), key=lambda route: (route[0] - rank) % world))
-
-
-def _matched(program: Program, step: Step, rank: int, before: Box, after: Box) -> tuple[list[Route], list[Route]]:
+def _matched(program: Program, step: Step, rank: int) -> tuple[list[Route], list[Route]]:
+    """Within the ranks that hold the same summand, if the array is a partial sum."""
     mesh = program.mesh
-    partial = step.before.partial
-    domain = tuple(
-        other
-        for other in range(mesh.size)
-        if all(mesh.coordinate(other, axis) == mesh.coordinate(rank, axis) for axis in partial)
-    )
-    holders, needers = _by_tile(step.before, mesh, domain), _by_tile(step.after, mesh, domain)
-    mine, wanted = step.before.tile_index(mesh, rank), step.after.tile_index(mesh, rank)
-    receives = []
-    for tile in _overlapping(program, step.before, after):
-        giver = _givers(holders[tile], needers[wanted], sum(wanted))[rank]
-        if giver != rank:
-            receives.append((giver, intersect(_tile(program, step.before, giver), after)))
-    sends = []
-    for tile in _overlapping(program, step.after, before):
-        for needer, giver in _givers(holders[mine], needers[tile], sum(tile)).items():
-            if giver == rank and needer != rank:
-                sends.append((needer, intersect(before, _tile(program, step.after, needer))))
+    holders: dict[Box, list[int]] = {}
+    needers: dict[Box, list[int]] = {}
+    for other in range(mesh.size):
+        if all(mesh.coordinate(other, axis) == mesh.coordinate(rank, axis) for axis in step.before.partial):
+            holders.setdefault(_tile(program, step.before, other), []).append(other)
+            needers.setdefault(_tile(program, step.after, other), []).append(other)
+    return _match(rank, _tile(program, step.before, rank), _tile(program, step.after, rank), holders, needers)
+
+
+def _match(
+    rank: int, before: Box, after: Box, holders: dict[Box, list[int]], needers: dict[Box, list[int]]
+) -> tuple[list[Route], list[Route]]:
+    held, needed = list(holders), list(needers)
+    mine, wanted = held.index(before), needed.index(after)
+    receives, sends = [], []
+    for turn, box in enumerate(held):
+        shared = intersect(box, after)
+        if box_numel(shared):
+            giver = _givers(holders[box], needers[after], turn + wanted)[rank]
+            if giver != rank:
+                receives.append((giver, shared))
+    for turn, box in enumerate(needed):
+        shared = intersect(before, box)
+        if box_numel(shared):
+            givers = _givers(holders[before], needers[box], mine + turn)
+            sends += [(needer, shared) for needer, giver in givers.items() if giver == rank != needer]
     return sends, receives
 
 
-def _by_tile(layout: Layout, mesh: Mesh, ranks: tuple[int, ...]) -> dict[tuple[int, ...], list[int]]:
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank in ranks:
-        found.setdefault(layout.tile_index(mesh, rank), []).append(rank)
-    return found
-
-
 def _givers(holders: list[int], needers: list[int], turn: int) -> dict[int, int]:
-    """For each needer of a part the holder that gives it."""
+    """For each needer of a part the holder that gives it; `turn` differs between parts, so that holders take turns."""
     both = {*holders} & {*needers}
     idle = [holder for holder in holders if holder not in both] or holders
     rest = [needer for needer in needers if needer not in both]
     givers = {rank: rank for rank in both}
     givers.update({needer: idle[(k + turn) % len(idle)] for k, needer in enumerate(rest)})
     return givers
-
-
-def _overlapping(program: Program, layout: Layout, box: Box) -> list[tuple[int, ...]]:
-    """The tiles of a layout that share something with a box."""
-    ranges = []
-    for (start, stop), size, whole, count in zip(
-        box, program.shape, program.padded, layout.counts(program.mesh), strict=True
-    ):
-        chunk = -(-whole // count)
-        if start >= stop or size == 0:
-            return []
-        ranges.append(range(start // chunk, (stop - 1) // chunk + 1))
-    return list(itertools.product(*ranges))
 
 
 def _tile(program: Program, layout: Layout, rank: int) -> Box:

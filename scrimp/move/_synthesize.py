@@ -14,6 +14,7 @@ from functools import lru_cache
 from scrimp.cluster import Cluster
 from scrimp.errors import LayoutError, MoveError
 from scrimp.layout import Layout, Mesh
+from scrimp.layout._layout import merge_axes
 from scrimp.move._atoms import Atoms, glued_atoms, prime_atoms
 from scrimp.move._check import check
 from scrimp.move._dtypes import ITEMSIZE, SUMMABLE, dtype_name
@@ -145,7 +146,7 @@ def _validate(shape: tuple[int, ...], mesh: Mesh, src: Layout, dst: Layout, dtyp
     new = [axis for axis in end.partial if axis not in start.partial]
     if new:
         raise MoveError(
-            f"target {dst} is a partial sum over {new}, source {src} is not: "
+            f"target {dst} is a partial sum over {[*merge_axes(new, mesh)]}, source {src} is not: "
             "a move may finish partial sums or keep them, not make them"
         )
     if start.partial != end.partial and dtype not in SUMMABLE:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from scrimp.errors import MoveError
-from scrimp.move._agree import agree, fault_text, first_fault
+from scrimp.layout import Box, Mesh
+from scrimp.move._agree import agree, compare, fault_text, first_fault
 from scrimp.move._comm import Comm, comm_for
-from scrimp.move._execute import Holder, execute
+from scrimp.move._execute import Holder, execute, execute_between
 from scrimp.move._program import Program
 from scrimp.move._requests import Request
+from scrimp.move._routes import routes_between
 
 
 def run(program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False) -> torch.Tensor:
@@ -63,3 +65,31 @@ def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: list[
         for request in execute(program, step, comm.rank, holder, order=order, load=load):
             where[0] = f"step {number} of {len(program.steps)} ({step.describe(program.mesh)}) of {program}"
             yield request
+
+
+def run_between(
+    mesh: Mesh,
+    before: Sequence[Box],
+    after: Sequence[Box],
+    local: torch.Tensor,
+    *,
+    sums: tuple[str, ...],
+    key: str,
+    group: Any = None,
+) -> torch.Tensor:
+    """Add up over the axes `sums`, then exchange directly between boxes that are given for every rank and need not be
+    tiles of a layout. `key` is the same on all ranks exactly when they mean the same move."""
+    comm = comm_for(mesh, group)
+    if comm is None:
+        return local
+    rank = comm.rank
+    if tuple(local.shape) != tuple(stop - start for start, stop in before[rank]):
+        raise MoveError(f"mesh rank {rank} gave a tensor of shape {tuple(local.shape)} for its box {before[rank]}")
+    with torch.no_grad():
+        if key not in comm.agreed:
+            compare(comm, [int(key[:15], 16)], local.device, f"a direct exchange on {mesh} from {before} to {after}")
+            comm.agreed[key] = 1
+        holder = Holder(local, donate=False)
+        for request in execute_between(mesh, routes_between(before, after, rank), rank, holder, sums):
+            comm.serve([request])
+        return holder.finish()

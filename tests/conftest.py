@@ -1,0 +1,48 @@
+"""Fixtures. Hypothesis draws the same examples every time, so that a run that passes here passes in CI."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from scrimp.ext.ranks import RankPool, close_pools, pool
+
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=100)
+settings.register_profile("full", derandomize=True, deadline=None, max_examples=1500)
+settings.load_profile("fixed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also the tests marked full, and more examples of each property")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--full"):
+        settings.load_profile("full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    for item in items:
+        if "full" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="in `make test-full` only"))
+
+
+@pytest.fixture
+def ranks8() -> RankPool:
+    """Eight gloo processes, shared by all tests; remade if a test ended them."""
+    return pool(8)
+
+
+@pytest.fixture
+def ranks4() -> RankPool:
+    return pool(4)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_pools() -> Iterator[None]:
+    yield
+    close_pools()
