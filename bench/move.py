@@ -119,7 +119,7 @@ def _print_problems(report: Report, table: list[Row], path: str, names: list[str
     cells: list[list[object]] = []
     for row in table:
         ours = row.counts[COLLECTIVES]
-        cell = [row.problem.id, f"{row.problem.src} -> {row.problem.dst}", f"{ours.nbytes / MIB:.0f}"]
+        cell: list[object] = [row.problem.id, f"{row.problem.src} -> {row.problem.dst}", f"{ours.nbytes / MIB:.0f}"]
         cell += [f"{ours.nbytes / row.bound_nbytes:.2f}", f"{ours.peak:g}"]
         cells.append(cell + [f"{row.counts[who].nbytes / ours.nbytes:.2f} / {row.counts[who].peak:g}" for who in names])
     sums = [s for s in (summary(table, name) for name in names) if s]
@@ -175,7 +175,9 @@ def planning_part(report: Report, quick: bool) -> Results:
         cells.append(
             [row["mesh"], row["planner"], row["pairs"], *(f"{row[k] * 1e3:.2f}" for k in ("median", "p90", "max")), cached]
         )
-    title = f"planning, cold: random pairs of layouts of {list(mc.PLANNED_SHAPE)}; DTensor default: with axes in mesh order"
+    title = (
+        f"planning, cold, CPU time: random pairs of layouts of {list(mc.PLANNED_SHAPE)}; DTensor default: with axes in mesh order"
+    )
     report.table(title, "<mesh|<planner|pairs|median ms|p90 ms|max ms|cached us", cells)
     for who in (COLLECTIVES, DIRECT):
         ours = [row for row in rows if row["planner"] == who]
@@ -194,7 +196,8 @@ def planning_part(report: Report, quick: bool) -> Results:
 def wall_part(report: Report, pool: RankPool, nbytes: int, repeats: int) -> Results:
     from bench import move_ranks as mr
 
-    rows, wrong = [], []
+    rows: list[Results] = []
+    wrong = []
     with report.part("wall") as tick:
         for problem in (mr.with_global_size(p, nbytes) for p in mr.problems()):
             tick(f"wall time of {problem.id}")
@@ -213,7 +216,7 @@ def wall_part(report: Report, pool: RankPool, nbytes: int, repeats: int) -> Resu
     blank = [""] * len(mr.CONTENDERS)
     for name, function in (("geomean", geomean), ("least", min), ("most", max)):
         cells.append([name, *blank, *(f"{function(ratios):.2f}" for ratios in shown)])
-    title = f"wall ms on {WORLD} gloo ranks, {nbytes // MIB} MiB float32, median of {repeats}; last: DTensor default over scrimp's two"
+    title = f"wall ms on {WORLD} gloo ranks, {nbytes // MIB} MiB float32, median of {repeats}; last: DTensor default over scrimp"
     report.table(title, "|".join(["<", *mr.CONTENDERS, "default /scrimp", "default /direct"]), cells, totals=3)
     report.say("; ".join(f"{peer} over {who}: {geomean(ratios):.2f}x" for (peer, who), ratios in faster.items()) + " (geomeans)")
     for problem_id, who, rank in wrong:
@@ -232,7 +235,8 @@ def allocation_part(report: Report, pool: RankPool, quick: bool) -> Results:
 
     names = (*mr.CONTENDERS, *mr.DONATED)
     asked = [mr.with_local_size(p, mr.LOCAL_NBYTES) for p in mr.problems() if not quick or p.id in QUICK_ALLOCATION]
-    rows, cells, broken = [], [], []
+    rows: list[Results] = []
+    cells, broken = [], []
     with report.part("allocation") as tick:
         for problem in asked:
             tick(f"allocation of {problem.id}")

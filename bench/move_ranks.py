@@ -100,7 +100,7 @@ def allocation(problem: Problem) -> dict[str, int]:
     """The most bytes that torch's allocator held on this rank during each move, the input among them."""
     moves, rank = _moves(problem), dist.get_rank()
     shape = [stop - start for start, stop in _tile(problem, problem.src, rank)]
-    asked = [(name, move, {}) for name, move in moves.items()]
+    asked: list[tuple[str, Move, dict[str, bool]]] = [(name, move, {}) for name, move in moves.items()]
     asked += [(name, moves[kept], {"donate": True}) for name, kept in zip(DONATED, (COLLECTIVES, DIRECT), strict=True)]
     peaks = {}
     with torch.no_grad():
@@ -115,7 +115,7 @@ def allocation(problem: Problem) -> dict[str, int]:
 
 
 def _peak(seen: profile) -> int:
-    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: list[Any] = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
     live = peak = 0
     for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
         live += event.nbytes()
@@ -143,22 +143,28 @@ def _moves(problem: Problem) -> dict[str, Move]:
 
         return move
 
-    gathered = [Replicate()] * len(mesh.names)
+    gathered, device_mesh = [Replicate()] * len(mesh.names), _device_mesh(mesh)
     moves: dict[str, Move] = {
         COLLECTIVES: synthesize(shape, mesh, src, dst, direct=False).run,
         DIRECT: synthesize(shape, mesh, src, dst, direct=True).run,
-        DEFAULT: dtensor(_device_mesh(mesh, ""), min_cost=False),
-        MIN_COST: dtensor(_device_mesh(mesh, "_min_cost"), min_cost=True),
-        NAIVE: dtensor(_device_mesh(mesh, ""), min_cost=False, by_way_of=[gathered]),
+        DEFAULT: dtensor(device_mesh, min_cost=False),
+        MIN_COST: dtensor(_renamed(device_mesh), min_cost=True),
+        NAIVE: dtensor(device_mesh, min_cost=False, by_way_of=[gathered]),
     }
     return moves
 
 
 @cache
-def _device_mesh(mesh: Mesh, suffix: str) -> DeviceMesh:
-    """Each planner has a mesh with names of its own: torch's cache of plans does not ask which planner made one."""
-    sizes = tuple(size for _, size in mesh.axes)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=tuple(name + suffix for name in mesh.names))
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(size for _, size in mesh.axes), mesh_dim_names=mesh.names)
+
+
+@cache
+def _renamed(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The same devices and groups by other names: torch's cache of plans does not ask which planner made one, so that
+    each planner needs a mesh of its own to have its plans cached."""
+    names = tuple(f"{name}_again" for name in device_mesh.mesh_dim_names or ())
+    return DeviceMesh.from_group(device_mesh.get_all_groups(), "cpu", mesh=device_mesh.mesh, mesh_dim_names=names)
 
 
 def _placements(mesh: Mesh, text: str) -> list[Placement]:

@@ -37,7 +37,7 @@ _HOME = {
     "synthesize": "scrimp.move",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 from scrimp.layout import Layout, Mesh
@@ -19,7 +19,7 @@ Type = tuple[tuple[str, ...], ...]
 State = tuple[Type, frozenset[str]]  # the stacks of axes, and the axes of a partial sum
 
 
-@lru_cache(maxsize=None)
+@cache
 def all_types(mesh: Mesh, rank: int) -> tuple[Type, ...]:
     found = set()
     for count in range(len(mesh.sub_axes) + 1):
@@ -35,7 +35,7 @@ def state_of(layout: Layout, mesh: Mesh) -> State:
     return split.dims, frozenset(split.partial)
 
 
-@lru_cache(maxsize=None)
+@cache
 def least_received(mesh: Mesh, rank: int, start: State) -> dict[State, Fraction]:
     """For every state the least that a device receives on the way from `start`, as a fraction of the whole array."""
 

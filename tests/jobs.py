@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import init_device_mesh
 
+from scrimp.cluster import Cluster
 from scrimp.errors import MoveError
 from scrimp.layout import Layout, Mesh
-from scrimp.move import Program, synthesize
+from scrimp.move import Program, Step, synthesize
 from scrimp.move._comm import comm_for
+from scrimp.move._execute import overload, stage_nbytes
 from scrimp.move._simulate import scatter
+from scrimp.move._steps import priced
 from scrimp.move.many import redistribute_many
 
 Case = tuple[dict[str, int], tuple[int, ...], str, str]
@@ -101,17 +104,37 @@ def peak_nbytes(case: Case, donate: bool, direct: bool) -> tuple[int, int, int, 
     """The most that lived during a run, by the profiler's memory events, input included; local bytes in and out."""
     program = program_of(case, dtype="float32", direct=direct)
     local = torch.ones(program.src.local_shape(program.shape, program.mesh, dist.get_rank()))
-    nbytes = local.nbytes
     program.run(local)
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        out = program.run(local, donate=donate)
-    live = peak = nbytes
+        given = local.clone()  # in here, because the profiler sees no end of what began before it
+        out = program.run(given, donate=donate)
+    return most_live(profile), local.nbytes, out.nbytes, given.untyped_storage().nbytes() == 0
+
+
+def in_rounds(donate: bool) -> tuple[bool, int, int, int]:
+    """Three rows on three of eight ranks, wanted by all: the holders must send more than a tile, so it goes in rounds."""
+    mesh, shape = Mesh({"x": 2, "y": 4}), (3, 1 << 20)
+    src, dst = Layout.parse("[x*y,-]"), Layout.parse("[-,x]")
+    step = Step(kind="direct", before=src.split(mesh), after=dst.split(mesh))
+    steps = priced((step,), shape, shape, mesh, Cluster(), 4)
+    program = Program(shape=shape, padded=shape, mesh=mesh, src=src, dst=dst, dtype="float32", steps=steps).check()
+    full = numbers(shape).astype(np.float32)
+    rank = dist.get_rank()
+    local = tile_of(full, src, mesh, rank)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = program.run(local.clone(), donate=donate)
+    promise = 2 * program.cap_numel * 4 + stage_nbytes(program) + (0 if donate else local.nbytes)
+    return torch.equal(out, tile_of(full, dst, mesh, rank)), overload(program, rank), most_live(profile), promise
+
+
+def most_live(profile: torch.profiler.profile) -> int:
+    live = peak = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    return peak, nbytes, out.nbytes, local.untyped_storage().nbytes() == 0
+    return peak
 
 
 def on_device_mesh(shape: tuple[int, ...], src: str, dst: str, ranks: list[list[int]]) -> str | None:

@@ -41,10 +41,10 @@ def test_a_three_dim_mesh_and_tensor(ranks8: RankPool) -> None:
     ("kind", "words"),
     [
         ("count", ["1 placements", "2 dims"]),
-        ("dim", ["Shard(dim=5)", "(8, 16)"]),
-        ("partial", ["mesh dim 0", "Partial"]),
+        ("dim", ["S(5)", "mesh dim 0", "(8, 16)"]),
+        ("partial", ["mesh dim 0", "P(sum)", "R"]),
         ("plain", ["Tensor", "DTensor"]),
-        ("strided", ["_StridedShard", "Replicate"]),
+        ("strided", ["_S(0, 2)", "Replicate"]),
     ],
 )
 def test_what_is_refused_and_why(ranks8: RankPool, kind: str, words: list[str]) -> None:

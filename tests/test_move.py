@@ -202,9 +202,7 @@ def test_slow_axes_are_spared() -> None:
     assert first.kind == "reduce_scatter"
     assert {axis.partition(".")[0] for axis in first.axes} == {"gpu"}, str(program)
     flat = synthesize((4096, 4096), mesh, "[-,-]+gpu+node", "[-,-]")
-    assert program.seconds < sum(
-        cluster.link(step.axes).seconds(step.messages, step.received_numel * 4) for step in flat.steps
-    )
+    assert program.seconds < sum(cluster.link(step.axes).seconds(step.messages, step.received_numel * 4) for step in flat.steps)
 
 
 def test_small_arrays_take_fewer_messages_large_ones_fewer_bytes() -> None:

@@ -93,12 +93,21 @@ MEMORY: list[jobs.Case] = [
 @pytest.mark.parametrize("case", MEMORY, ids=lambda case: f"{case[2]} to {case[3]} of {case[1]}")
 def test_real_allocation_stays_within_the_promise(ranks8: RankPool, case: jobs.Case, donate: bool) -> None:
     for direct in (False, True):
-        for rank, (peak, _, _, emptied) in enumerate(ranks8.run(jobs.peak_nbytes, case, donate, direct)):
+        for rank, (peak, nbytes, _, emptied) in enumerate(ranks8.run(jobs.peak_nbytes, case, donate, direct)):
             program = jobs.program_of(case, dtype="float32", direct=direct)
             largest = program.cap_numel * 4
             promise = 2 * largest + max(MEBI, largest // 8) + (0 if donate else program.in_numel * 4)
             assert peak <= promise, f"rank {rank}: {peak / MEBI:.2f} MiB, promised {promise / MEBI:.2f} MiB: {program}"
-            assert emptied == donate
+            assert emptied == (donate or nbytes == 0)
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+def test_who_must_send_more_than_a_tile_does_so_in_rounds(ranks8: RankPool, donate: bool) -> None:
+    answers = ranks8.run(jobs.in_rounds, donate)
+    assert max(load for _, load, _, _ in answers) > 1
+    for rank, (right, _, peak, promise) in enumerate(answers):
+        assert right
+        assert peak <= promise, f"rank {rank}: {peak} of {promise}"
 
 
 @pytest.mark.parametrize("ranks", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[5, 1, 7, 3], [4, 0, 6, 2]], [[6, 1], [3, 4]]], ids=str)

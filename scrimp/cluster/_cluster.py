@@ -72,6 +72,4 @@ class Cluster:
             raise ScrimpError(
                 f"this is {data.get('format')} version {data.get('version')}, but this scrimp reads {FORMAT} version {VERSION}"
             )
-        return cls(
-            default=Link(**data["default"]), axes=tuple((name, Link(**row)) for name, row in data["axes"].items())
-        )
+        return cls(default=Link(**data["default"]), axes=tuple((name, Link(**row)) for name, row in data["axes"].items()))

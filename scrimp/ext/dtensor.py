@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from scrimp.cluster import Cluster
 from scrimp.errors import MoveError
@@ -33,7 +34,7 @@ def redistribute(
     if not isinstance(dtensor, DTensor):
         raise MoveError(f"redistribute takes a DTensor, not {type(dtensor).__name__}; for plain tensors see synthesize")
     goal = _normal(placements, dtensor)
-    result: DTensor = _Redistribute.apply(dtensor, goal, cluster, direct)
+    result: DTensor = _Redistribute.apply(dtensor, goal, cluster, direct)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -43,9 +44,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.source = tuple(dtensor.placements)
         ctx.options = (cluster, direct)
         local = _move(dtensor, goal, cluster, direct)
-        return DTensor.from_local(
-            local, dtensor.device_mesh, goal, run_check=False, shape=dtensor.shape, stride=dtensor.stride()
-        )
+        return DTensor.from_local(local, dtensor.device_mesh, goal, run_check=False, shape=dtensor.shape, stride=dtensor.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -64,7 +63,9 @@ def _normal(placements: Sequence[Placement], dtensor: DTensor) -> tuple[Placemen
         if type(want) is Shard:
             dim = want.dim + dtensor.ndim if want.dim < 0 else want.dim
             if not 0 <= dim < dtensor.ndim:
-                raise MoveError(f"placement {want} on mesh dim {axis}: the tensor of shape {tuple(dtensor.shape)} has no such dim")
+                raise MoveError(
+                    f"placement {want} on mesh dim {axis}: the tensor of shape {tuple(dtensor.shape)} has no such dim"
+                )
             want = Shard(dim)
         elif isinstance(want, Partial) and want != have:
             raise MoveError(f"mesh dim {axis}: cannot make {want} of {have}; a move finishes partial sums or keeps them")

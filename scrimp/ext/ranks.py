@@ -300,7 +300,7 @@ def _join(rank: int, world: int, folder: str, collective: float) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # the main module may have imported torch already
-    store = dist.FileStore(os.path.join(folder, "store"), world)
+    store = dist.FileStore(os.path.join(folder, "store"), world)  # type: ignore[attr-defined]
     # Meet here first, so that a short time-out for collectives need not cover the slowest import.
     store.set(f"up-{rank}", "1")
     store.wait([f"up-{other}" for other in range(world)], timedelta(seconds=START_SECONDS))

@@ -109,9 +109,7 @@ class Layout:
         """The part of the array that a rank holds, as [start, stop) per dim. `padded` sizes, where given, are
         what is cut into tiles instead of the sizes themselves: inside a move all layouts share one padding."""
         box = []
-        for size, whole, count, k in zip(
-            shape, padded or shape, self.counts(mesh), self.tile_index(mesh, rank), strict=True
-        ):
+        for size, whole, count, k in zip(shape, padded or shape, self.counts(mesh), self.tile_index(mesh, rank), strict=True):
             chunk = -(-whole // count)
             box.append((min(k * chunk, size), min((k + 1) * chunk, size)))
         return tuple(box)
@@ -125,8 +123,7 @@ class Layout:
     def local_numel(self, shape: Sequence[int], mesh: Mesh, padded: Sequence[int] | None = None) -> int:
         """Elements in the largest tile."""
         return prod(
-            min(size, -(-whole // count))
-            for size, whole, count in zip(shape, padded or shape, self.counts(mesh), strict=True)
+            min(size, -(-whole // count)) for size, whole, count in zip(shape, padded or shape, self.counts(mesh), strict=True)
         )
 
     def replicas(self, mesh: Mesh) -> int:

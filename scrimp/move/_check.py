@@ -135,9 +135,7 @@ PHASE = {
 }  # fmt: skip
 
 
-def _same_but(
-    step: Step, fail: Fail, *, popped: int | None = None, pushed: int | None = None, partial: tuple[str, ...]
-) -> None:
+def _same_but(step: Step, fail: Fail, *, popped: int | None = None, pushed: int | None = None, partial: tuple[str, ...]) -> None:
     """`after` is `before` with the step's axes popped from one dim and pushed on another, and this partial."""
     if not step.axes:
         fail("it moves no axes")

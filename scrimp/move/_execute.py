@@ -7,6 +7,7 @@ Where some rank must send more than a tile (few holders, many needers), the exch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -41,7 +42,7 @@ class Holder:
         self.array = self.array.new_empty(0)
         if self._input is not None and self._donate:
             storage = self._input.untyped_storage()
-            if self._input.is_contiguous() and storage.nbytes() == self._input.numel() * self._input.element_size():
+            if storage.resizable() and storage.nbytes() == self._input.nbytes:
                 storage.resize_(0)
         self._input = None
 
@@ -61,18 +62,18 @@ def overload(program: Program, rank: int) -> int:
     return -(-most // max(program.cap_numel, 1))
 
 
-def execute(
-    program: Program, step: Step, rank: int, holder: Holder, *, order: Order | None, load: int
-) -> Iterator[Request]:
+def execute(program: Program, step: Step, rank: int, holder: Holder, *, order: Order | None, load: int) -> Iterator[Request]:
     """Run one step. With an `order` gathers and sums are collectives of the backend, among mesh ranks that it puts as
     their sub-group does; `load` is the largest overload of any rank."""
     members = program.mesh.group(rank, step.axes)
+    if step.kind == "all_reduce" and 0 in program.shape:
+        return
     if step.kind == "all_reduce":
         yield from _native_all_reduce(holder, order(members)) if order else _all_reduce(holder, members, rank)
         return
     part = routes(program, step, rank)
-    if program.padded != program.shape:
-        order = None  # collectives of the backend want equal parts
+    if program.padded != program.shape or 0 in program.shape:
+        order = None  # collectives of the backend want equal parts, and something to do
     if step.kind == "slice":
         holder.array = _view(holder.array, part.after, part.before)
     elif step.kind == "reduce_scatter" and order:
@@ -205,7 +206,7 @@ def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int) -> Iterator
     shape, me, n = holder.array.shape, members.index(rank), len(members)
     flat = holder.array.contiguous().view(-1)
     bounds = [flat.numel() * k // n for k in range(n + 1)]
-    spans = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     filled = [k for k in range(n) if bounds[k + 1] > bounds[k]]
     others = [k for k in range(n) if k != me]
     summands = flat.new_empty((n, bounds[me + 1] - bounds[me]))

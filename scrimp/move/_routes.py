@@ -57,16 +57,12 @@ def routes_between(before: Sequence[Box], after: Sequence[Box], rank: int) -> Ro
     return _routes(rank, len(before), before[rank], after[rank], sends, receives)
 
 
-def _routes(
-    rank: int, world: int, before: Box, after: Box, sends: Iterable[Route], receives: Iterable[Route]
-) -> Routes:
+def _routes(rank: int, world: int, before: Box, after: Box, sends: Iterable[Route], receives: Iterable[Route]) -> Routes:
     def in_turn(parts: Iterable[Route]) -> tuple[Route, ...]:
         """Nearest peer upwards first, so that ranks do not all begin with the same one; empty parts are not sent."""
         return tuple(sorted((part for part in parts if box_numel(part[1])), key=lambda part: (part[0] - rank) % world))
 
-    return Routes(
-        before=before, after=after, sends=in_turn(sends), receives=in_turn(receives), kept=intersect(before, after)
-    )
+    return Routes(before=before, after=after, sends=in_turn(sends), receives=in_turn(receives), kept=intersect(before, after))
 
 
 def _matched(program: Program, step: Step, rank: int) -> tuple[list[Route], list[Route]]:

@@ -163,12 +163,7 @@ class _Found:
                 self._add(node, other, other.dims, self._permute_price(node, other))
 
     def _permute_price(self, a: Node, b: Node) -> float:
-        moved = {
-            atom
-            for have, want in zip(a.dims, b.dims, strict=True)
-            if have != want
-            for atom in {*have, *want}
-        }
+        moved = {atom for have, want in zip(a.dims, b.dims, strict=True) if have != want for atom in {*have, *want}}
         space = self.space
         return max(space.latency[atom] for atom in moved) + a.local * max(space.pace[atom] for atom in moved)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -64,7 +65,7 @@ def _by_dim(ops: Sequence[Op], kind: str, atoms: Atoms) -> list[tuple[str, int, 
 
 def _join_all_reduces(steps: list[Step]) -> list[Step]:
     """reduce_scatter then all_gather of the same axes on the same dim, nothing between: one all_reduce."""
-    for first, (a, b) in enumerate(zip(steps, steps[1:], strict=False)):
+    for first, (a, b) in enumerate(itertools.pairwise(steps)):
         if (a.kind, b.kind) == ("reduce_scatter", "all_gather") and (a.dim, a.axes) == (b.dim, b.axes):
             return _join_all_reduces([*steps[:first], all_reduce_step(a.before, a.axes), *steps[first + 2 :]])
     return steps

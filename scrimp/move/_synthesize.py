@@ -41,9 +41,7 @@ def synthesize(
 
     `direct=False` leaves out the alltoallv of arbitrary parts: collectives only (unless uneven tiles do not nest,
     where nothing else is possible)."""
-    return _synthesize(
-        tuple(shape), mesh, Layout.parse(src), Layout.parse(dst), dtype_name(dtype), cluster or _DEFAULT, direct
-    )
+    return _synthesize(tuple(shape), mesh, Layout.parse(src), Layout.parse(dst), dtype_name(dtype), cluster or _DEFAULT, direct)
 
 
 @lru_cache(maxsize=16384)
@@ -53,12 +51,10 @@ def _synthesize(
     _validate(shape, mesh, src, dst, dtype)
     start, end = src.split(mesh), dst.split(mesh)
     padded = padding(shape, mesh, src, dst)
-    price = lambda steps, padded: priced(steps, shape, padded, mesh, cluster, ITEMSIZE[dtype])  # noqa: E731
 
     def program(steps: tuple[Step, ...], padded: tuple[int, ...]) -> Program:
-        return Program(
-            shape=shape, padded=padded, mesh=mesh, src=src, dst=dst, dtype=dtype, steps=price(steps, padded)
-        )
+        steps = priced(steps, shape, padded, mesh, cluster, ITEMSIZE[dtype])
+        return Program(shape=shape, padded=padded, mesh=mesh, src=src, dst=dst, dtype=dtype, steps=steps)
 
     if start == end:
         return program((), shape)

@@ -9,19 +9,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from scrimp.layout import Layout, Mesh
+
+Ranks = npt.NDArray[np.int64]  # one entry per rank, or one row per dim of such
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    low: np.ndarray
-    high: np.ndarray
+    low: Ranks
+    high: Ranks
     chunk: tuple[int, ...]
 
     @property
-    def numel(self) -> np.ndarray:
-        return np.prod(self.high - self.low, axis=0, dtype=np.int64)
+    def numel(self) -> Ranks:
+        return _product(self.high - self.low)
 
 
 @lru_cache(maxsize=512)
@@ -30,9 +33,7 @@ def tiles(layout: Layout, shape: tuple[int, ...], mesh: Mesh, padded: tuple[int,
     low = np.zeros((len(shape), mesh.size), dtype=np.int64)
     high = np.zeros_like(low)
     chunks = []
-    for dim, (size, whole, axes, count) in enumerate(
-        zip(shape, padded or shape, layout.dims, layout.counts(mesh), strict=True)
-    ):
+    for dim, (size, whole, axes, count) in enumerate(zip(shape, padded or shape, layout.dims, layout.counts(mesh), strict=True)):
         index = np.zeros_like(ranks)
         for axis in axes:
             index = index * mesh.axis_size(axis) + ranks // mesh.axis_stride(axis) % mesh.axis_size(axis)
@@ -43,17 +44,22 @@ def tiles(layout: Layout, shape: tuple[int, ...], mesh: Mesh, padded: tuple[int,
     return Tiles(low=low, high=high, chunk=tuple(chunks))
 
 
-def missing_numel(have: Tiles, want: Tiles) -> np.ndarray:
+def missing_numel(have: Tiles, want: Tiles) -> Ranks:
     """Per rank, elements of the wanted tile that it does not hold."""
     shared = np.minimum(have.high, want.high) - np.maximum(have.low, want.low)
-    return want.numel - np.prod(np.maximum(shared, 0), axis=0, dtype=np.int64)
+    return want.numel - _product(np.maximum(shared, 0))
 
 
-def sources(have: Tiles, want: Tiles) -> np.ndarray:
+def sources(have: Tiles, want: Tiles) -> Ranks:
     """Per rank, how many other tiles it needs parts of."""
     count = np.ones(want.low.shape[1], dtype=np.int64)
     for dim, chunk in enumerate(have.chunk):
         low, high = want.low[dim], want.high[dim]
         count *= np.where(high > low, (np.maximum(high, 1) - 1) // max(chunk, 1) - low // max(chunk, 1) + 1, 0)
     shared = np.minimum(have.high, want.high) - np.maximum(have.low, want.low)
-    return np.maximum(count - np.all(shared > 0, axis=0), 0)
+    own = np.all(shared > 0, axis=0)
+    return np.asarray(np.maximum(count - own, 0))
+
+
+def _product(sizes: Ranks) -> Ranks:
+    return np.asarray(np.prod(sizes, axis=0, dtype=np.int64))

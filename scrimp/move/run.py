@@ -45,26 +45,34 @@ def run_in_step(
             holders = [Holder(local, donate=donate and bool(p.steps)) for p, local in zip(programs, locals_, strict=True)]
             pending = [_steps(p, comm, h, load, where) for p, h in zip(programs, holders, strict=True)]
             while pending:
-                due = [(run, request) for run in pending if (request := next(run, None)) is not None]
-                comm.serve([request for _, request in due])
-                pending = [run for run, _ in due]
+                pending = _serve_next(comm, pending)
         except (RuntimeError, ValueError) as error:
             raise MoveError(
                 f"mesh rank {comm.rank} of {len(comm.ranks)} failed in {where[0]}: {str(error).strip() or repr(error)}. "
                 "A rank may have died, hung, or run another program; look at the ranks that did not report"
             ) from error
         return [
-            holder.finish() if program.steps else local
-            for program, holder, local in zip(programs, holders, locals_, strict=True)
+            holder.finish() if program.steps else local for program, holder, local in zip(programs, holders, locals_, strict=True)
         ]
+
+
+def _serve_next(comm: Comm, pending: list[Iterator[Request]]) -> list[Iterator[Request]]:
+    """Serve what each run asks for next; the runs that asked. No request outlives this: it would hold its tensors."""
+    requests, asked = [], []
+    for steps in pending:
+        request = next(steps, None)
+        if request is not None:
+            requests.append(request)
+            asked.append(steps)
+    comm.serve(requests)
+    return asked
 
 
 def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: list[str]) -> Iterator[Request]:
     order = comm.order if comm.native else None
     for number, step in enumerate(program.steps, start=1):
-        for request in execute(program, step, comm.rank, holder, order=order, load=load):
-            where[0] = f"step {number} of {len(program.steps)} ({step.describe(program.mesh)}) of {program}"
-            yield request
+        where[0] = f"step {number} of {len(program.steps)} ({step.describe(program.mesh)}) of {program}"
+        yield from execute(program, step, comm.rank, holder, order=order, load=load)
 
 
 def run_between(
@@ -90,6 +98,7 @@ def run_between(
             compare(comm, [int(key[:15], 16)], local.device, f"a direct exchange on {mesh} from {before} to {after}")
             comm.agreed[key] = 1
         holder = Holder(local, donate=False)
-        for request in execute_between(mesh, routes_between(before, after, rank), rank, holder, sums):
-            comm.serve([request])
+        pending = [execute_between(mesh, routes_between(before, after, rank), rank, holder, sums)]
+        while pending:
+            pending = _serve_next(comm, pending)
         return holder.finish()

@@ -1,0 +1,54 @@
+# Every target sets up what it needs: a .venv with the versions of constraints.txt.
+# It needs Python 3.11 or newer, pip and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.bench-ready
+
+# Ranks are processes here: one thread each, or 8 of them fight over the cores.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo test test-full lint bench-move clean
+
+help:
+	@echo "make demo        what scrimp does, on this machine, in a minute"
+	@echo "make test        lint, types, layering and a fixed sample of the tests"
+	@echo "make test-full   all tests, and more examples of every property"
+	@echo "make bench-move  moves against DTensor and XLA, in one run (about 10 minutes)"
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (once; this downloads torch)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "scrimp needs Python 3.11 or newer, this is " + sys.version)'
+	@$(PYTHON) -m venv $(VENV)
+	@# torch first and alone, so that the pinned build is there before anything asks for it
+	@$(PIP) setuptools torch
+	@$(PIP) --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	@$(PIP) --no-build-isolation --editable ".[bench]"
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/scrimp demo
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-full: lint
+	$(BIN)/python -m pytest --full
+
+bench-move: $(BENCH_READY)
+	$(BIN)/python -m bench.move
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
