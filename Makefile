@@ -11,12 +11,13 @@ BENCH_READY := $(VENV)/.bench-ready
 # Ranks are processes here: one thread each, or 8 of them fight over the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-full lint bench-move clean
+.PHONY: help demo test test-full test-gpu lint bench-move clean
 
 help:
 	@echo "make demo        what scrimp does, on this machine, in a minute"
 	@echo "make test        lint, types, layering and a fixed sample of the tests"
 	@echo "make test-full   all tests, and more examples of every property"
+	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make bench-move  moves against DTensor and XLA, in one run (about 10 minutes)"
 
 $(READY): pyproject.toml constraints.txt
@@ -46,6 +47,9 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m pytest --full
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
 
 bench-move: $(BENCH_READY)
 	$(BIN)/python -m bench.move

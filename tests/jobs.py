@@ -38,7 +38,7 @@ def tile_of(full: np.ndarray, layout: Layout | str, mesh: Mesh, rank: int) -> to
     return torch.from_numpy(np.array(full[tuple(slice(a, b) for a, b in box)]))
 
 
-def move_cases(cases: list[Case], direct: bool, native: bool = False) -> list[str]:
+def move_cases(cases: list[Case], direct: bool, native: bool | None = None, device: str = "cpu") -> list[str]:
     """Run cases and compare this rank's tile with the oracle; what went wrong."""
     wrong = []
     for case in cases:
@@ -47,11 +47,11 @@ def move_cases(cases: list[Case], direct: bool, native: bool = False) -> list[st
         assert comm is not None
         comm.native = native  # the code path of NCCL, on gloo
         full = numbers(program.shape)
-        local = torch.from_numpy(scatter(program, full)[comm.rank])
+        local = torch.from_numpy(scatter(program, full)[comm.rank]).to(device)
         before = local.clone()
         out = program.run(local)
-        comm.native = False
-        want = tile_of(full, program.dst, program.mesh, comm.rank)
+        comm.native = None
+        want = tile_of(full, program.dst, program.mesh, comm.rank).to(device)
         if out.shape != want.shape or not torch.equal(out, want) or not out.is_contiguous():
             wrong.append(f"{program}: got {out.tolist()}, want {want.tolist()}")
         if not torch.equal(local, before):
@@ -92,7 +92,7 @@ def sums(dtypes: list[str]) -> list[str]:
                 comm.native = native and name not in ("int16", "int8", "uint8", "complex32")
                 full = numbers((16, 8)) % 3
                 out = program.run(torch.from_numpy(full * (comm.rank + 1)).to(getattr(torch, name)))
-                comm.native = False
+                comm.native = None
                 want = tile_of(full * 36, dst, program.mesh, comm.rank).to(getattr(torch, name))
                 if not torch.equal(torch.view_as_real(out) if out.is_complex() else out,
                                    torch.view_as_real(want) if out.is_complex() else want):  # fmt: skip
@@ -188,7 +188,7 @@ def many(items: list[tuple[tuple[int, ...], str, str]], native: bool, bucket_nby
         out = redistribute_many(given, mesh, bucket_nbytes=bucket_nbytes, donate=donate)
     finally:
         comm.serve = serve  # type: ignore[method-assign]
-        comm.native = False
+        comm.native = None
     bad = [f"{items[k]}: {a} != {b}" for k, (a, b) in enumerate(zip(out, wanted, strict=True)) if not torch.equal(a, b)]
     return bad, calls
 
@@ -233,3 +233,9 @@ def fault(kind: str) -> str:
     except MoveError as error:
         return f"{error} [after {time.monotonic() - start:.1f} s]"
     return "no error"
+
+
+def nccl_hello() -> float:
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total)
+    return float(total)

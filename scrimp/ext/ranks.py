@@ -66,13 +66,21 @@ class RankTimeout(RuntimeError):  # noqa: N818
 
 
 class RankPool:
-    """`world` processes joined by gloo, which take one job at a time.
+    """`world` processes joined by gloo (or by NCCL, each on a GPU of its own as far as there are any), which take one
+    job at a time.
 
     `timeout_seconds` bounds each job unless `run` is told otherwise. `collective_timeout_seconds` (by default the
     same) bounds each collective: make it the shorter one if ranks left alone in a collective are to raise on their own.
     """
 
-    def __init__(self, world: int, *, timeout_seconds: float = 60.0, collective_timeout_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        world: int,
+        *,
+        timeout_seconds: float = 60.0,
+        collective_timeout_seconds: float | None = None,
+        backend: str = "gloo",
+    ) -> None:
         if world < 1:
             raise ValueError(f"a pool needs at least 1 rank, not {world}")
         self.world = world
@@ -89,7 +97,7 @@ class RankPool:
             for rank in range(world):
                 ours, theirs = context.Pipe()
                 self._pipes.append(ours)
-                args = (rank, world, self._owner, theirs, self._folder, collective)
+                args = (rank, world, self._owner, theirs, self._folder, collective, backend)
                 process = context.Process(target=_serve, args=args, name=f"rank-{rank}", daemon=True)
                 process.start()
                 theirs.close()  # else the end of the child would not end the pipe
@@ -272,13 +280,13 @@ def _stack_file(folder: str, rank: int) -> str:
 # What follows runs in the children.
 
 
-def _serve(rank: int, world: int, parent: int, pipe: Connection, folder: str, collective: float) -> None:
+def _serve(rank: int, world: int, parent: int, pipe: Connection, folder: str, collective: float, backend: str = "gloo") -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent sees to the ranks
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 - faulthandler writes to it until the end
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_watch_parent, args=(parent, folder), daemon=True).start()
-    _answer(pipe, _join, rank, world, folder, collective)
+    _answer(pipe, _join, rank, world, folder, collective, backend)
     while True:
         try:
             message = pipe.recv_bytes()
@@ -292,7 +300,7 @@ def _serve(rank: int, world: int, parent: int, pipe: Connection, folder: str, co
     dist.destroy_process_group()
 
 
-def _join(rank: int, world: int, folder: str, collective: float) -> None:
+def _join(rank: int, world: int, folder: str, collective: float, backend: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks share the cores, and threads of all would fight
     if "GLOO_SOCKET_IFNAME" not in os.environ and any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the name of the host need not resolve to an address of it
@@ -306,7 +314,9 @@ def _join(rank: int, world: int, folder: str, collective: float) -> None:
     store.wait([f"up-{other}" for other in range(world)], timedelta(seconds=START_SECONDS))
     limit = timedelta(seconds=collective)
     store.set_timeout(limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
 
 
 def _call(message: bytes) -> Any:

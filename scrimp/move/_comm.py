@@ -7,7 +7,7 @@ for gathers and sums, where its own algorithms save traffic between nodes; gloo'
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,18 +18,21 @@ from scrimp.layout import Mesh
 from scrimp.move._requests import AllReduce, Exchange, Gather, Part, ReduceScatter, Request
 from scrimp.move._torch_private import all_gather_flat, group_timeout, reduce_scatter_flat
 
+Order = Callable[[tuple[int, ...]], tuple[int, ...]]
+
 _comms: dict[tuple[int, int | None, tuple[int, ...]], Comm] = {}
 
 
 class Comm:
-    """`rank` is this process's mesh rank; `native` says that gathers and sums use collectives on sub-groups."""
+    """`rank` is this process's mesh rank. `native`, if set, overrides whether gathers and sums use collectives on
+    sub-groups, which otherwise they do on CUDA."""
 
     def __init__(self, group: Any, ranks: Sequence[int]) -> None:
         self.group = group
         self.ranks = tuple(ranks)  # global rank of each mesh rank
         self.rank = self.ranks.index(dist.get_rank())
         self.peers = tuple(dist.get_group_rank(group, rank) for rank in self.ranks)  # group rank of each mesh rank
-        self.native = "nccl" in str(dist.get_backend(group))
+        self.native: bool | None = None
         self.agreed: dict[str, int] = {}  # programs that the ranks have compared, and what they learned
         self._subgroups: dict[tuple[int, ...], Any] = {}
 
@@ -88,7 +91,11 @@ class Comm:
         dist.all_reduce(total, group=group)
         _split(_raw(total), [request.total for request in batch])
 
-    def order(self, members: tuple[int, ...]) -> tuple[int, ...]:
+    def order_on(self, device: torch.device) -> Order | None:
+        native = device.type == "cuda" if self.native is None else self.native
+        return self._order if native else None
+
+    def _order(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Mesh ranks as their sub-group numbers them: torch sorts a new group by global rank."""
         whole = len(members) == len(self.ranks)
         return tuple(sorted(members, key=(self.peers if whole else self.ranks).__getitem__))

@@ -69,7 +69,7 @@ def _serve_next(comm: Comm, pending: list[Iterator[Request]]) -> list[Iterator[R
 
 
 def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: list[str]) -> Iterator[Request]:
-    order = comm.order if comm.native else None
+    order = comm.order_on(holder.array.device)
     for number, step in enumerate(program.steps, start=1):
         where[0] = f"step {number} of {len(program.steps)} ({step.describe(program.mesh)}) of {program}"
         yield from execute(program, step, comm.rank, holder, order=order, load=load)
