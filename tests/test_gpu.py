@@ -1,11 +1,9 @@
 """Moves on CUDA over NCCL; `make test-gpu`. Skipped where there is no GPU.
 
-NCCL takes one rank per GPU, so with a single GPU it is asked to make an exception; where it refuses, the test says so.
+With fewer GPUs than ranks the ranks pose as hosts of their own; where NCCL refuses even so, the test says so.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -19,8 +17,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(scope="module")
 def nccl() -> RankPool:
     world = max(4, torch.cuda.device_count())
-    if torch.cuda.device_count() < world:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     pool = RankPool(world, timeout_seconds=120, backend="nccl")
     try:
         pool.run(jobs.nccl_hello)

@@ -315,6 +315,9 @@ def _join(rank: int, world: int, folder: str, collective: float, backend: str) -
     limit = timedelta(seconds=collective)
     store.set_timeout(limit)
     if backend == "nccl":
+        if torch.cuda.device_count() < world:
+            # NCCL refuses two ranks of a host on one GPU; as hosts of their own they talk over the loopback.
+            os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
 

@@ -1,0 +1,5 @@
+"""`python -m scrimp`: the command line."""
+
+from scrimp.cli import main
+
+main()
