@@ -31,7 +31,7 @@ from typing import NamedTuple
 Type = tuple[tuple[int, ...], ...]
 
 EXACT_ATOMS = 4  # up to this many atoms the label space is searched whole
-LABEL_TYPES = 600  # beyond that many types on a side, the label space keeps the ones with fewest pushes
+LABEL_TYPES = 300  # beyond that many types on a side, the label space keeps the ones with fewest pushes
 KEEP = 4  # programs handed on to be priced exactly
 
 
@@ -114,10 +114,10 @@ class Space:
         return tuple([self.block(atoms).sizes for atoms in dims]) if self.by_size else dims
 
 
-def search(space: Space, at_least: float) -> list[Path]:
-    """The cheapest programs in this space, best first. `at_least`: no program's flat steps cost less than this
-    many local sizes (`_shortcuts` has found those that do)."""
-    found = _Found(space, at_least)
+def search(space: Space, at_least: float, best: float = float("inf")) -> list[Path]:
+    """The cheapest programs in this space, best first, of those that cost less than `best`. `at_least`: no program's
+    flat steps cost less than this many local sizes (`_shortcuts` has found those that do)."""
+    found = _Found(space, at_least, best)
     front, back = _fall(space), _rise(space)
     found.join(front, back)
     front_1 = _all_to_all(space, front, found, reverse=False)
@@ -133,12 +133,12 @@ def search(space: Space, at_least: float) -> list[Path]:
 class _Found:
     """The programs found so far, and the price that a better one must beat."""
 
-    def __init__(self, space: Space, at_least: float) -> None:
+    def __init__(self, space: Space, at_least: float, best: float) -> None:
         self.space = space
         self.out = space.local(space.counts(space.dst))
         self.fastest = min(space.pace, default=0.0)
         self.at_least = at_least
-        self.best = float("inf")
+        self.best = best
         self.all: dict[object, Path] = {}
 
     def hopeless(self, node: Node, *, reverse: bool) -> bool:

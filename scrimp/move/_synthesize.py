@@ -100,10 +100,12 @@ def _paths(
             return [(primes, path)]
     at_least = 1.0 if not summed and not cluster.axes else 0.0
     if len(primes.names) <= EXACT_ATOMS:
-        spaces = [(primes, False)]
+        found = [(primes, p) for p in search(space(primes), at_least)]
     else:
-        spaces = [(glued_atoms(mesh, src, dst), False), (primes, True)]
-    found = [(atoms, p) for atoms, by_size in spaces for p in search(space(atoms, by_size=by_size), at_least)]
+        found = [(primes, p) for p in search(space(primes, by_size=True), at_least)]
+        glued = glued_atoms(mesh, src, dst)
+        best = min((p.price for _, p in found), default=float("inf"))
+        found += [(glued, p) for p in search(space(glued), at_least, best)]
     return found if summed or path is None else [(primes, path), *found]
 
 
