@@ -29,7 +29,7 @@ from scrimp.move._tiles import tiles
 ITEMSIZE = 4  # float32
 COLLECTIVES, DIRECT = "scrimp", "scrimp direct"
 DEFAULT, MIN_COST, NAIVE, XLA = "DTensor default", "DTensor min-cost", "naive", "XLA"
-DEFAULT_GLOO, MIN_COST_GLOO = "default on gloo", "min-cost on gloo"
+DEFAULT_GLOO, MIN_COST_GLOO = "DTensor default gloo", "DTensor min-cost gloo"
 NCCL_PATH = (DIRECT, DEFAULT, MIN_COST, NAIVE, XLA)
 GLOO_PATH = (DEFAULT_GLOO, MIN_COST_GLOO, NAIVE)
 PEERS = (DEFAULT, MIN_COST, NAIVE, XLA, DEFAULT_GLOO, MIN_COST_GLOO)

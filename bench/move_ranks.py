@@ -55,6 +55,12 @@ def with_local_size(problem: Problem, nbytes: int) -> Problem:
     return with_global_size(problem, tiles * nbytes)
 
 
+def same_program(problem: Problem) -> bool:
+    """Whether scrimp has no better with direct exchange: then its two times differ by chance alone."""
+    _, mesh, shape, src, dst = problem
+    return synthesize(shape, mesh, src, dst, direct=False) == synthesize(shape, mesh, src, dst, direct=True)
+
+
 def local_nbytes(problem: Problem) -> tuple[int, int]:
     """Bytes of a source and of a target tile."""
     source, target = (Layout.parse(end).local_numel(problem.shape, problem.mesh) * ITEMSIZE for end in (problem.src, problem.dst))

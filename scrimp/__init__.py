@@ -9,10 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scrimp.chunks._optim import SGD as SGD
+    from scrimp.chunks._optim import AdamW as AdamW
     from scrimp.cluster import Cluster as Cluster
     from scrimp.cluster import Link as Link
+    from scrimp.engine import Engine as Engine
+    from scrimp.engine import Memory as Memory
+    from scrimp.errors import FitError as FitError
     from scrimp.errors import LayoutError as LayoutError
     from scrimp.errors import MoveError as MoveError
+    from scrimp.errors import RunError as RunError
     from scrimp.errors import ScrimpError as ScrimpError
     from scrimp.ext.dtensor import redistribute as redistribute
     from scrimp.layout import Layout as Layout
@@ -24,13 +30,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "AdamW": "scrimp.chunks._optim",
     "Cluster": "scrimp.cluster",
+    "Engine": "scrimp.engine",
+    "FitError": "scrimp.errors",
     "Layout": "scrimp.layout",
     "LayoutError": "scrimp.errors",
     "Link": "scrimp.cluster",
+    "Memory": "scrimp.engine",
     "Mesh": "scrimp.layout",
     "MoveError": "scrimp.errors",
     "Program": "scrimp.move",
+    "RunError": "scrimp.errors",
+    "SGD": "scrimp.chunks._optim",
     "ScrimpError": "scrimp.errors",
     "redistribute": "scrimp.ext.dtensor",
     "redistribute_many": "scrimp.move.many",

@@ -11,3 +11,11 @@ class LayoutError(ScrimpError):
 
 class MoveError(ScrimpError):
     """A move between layouts that cannot be made, or that failed while running."""
+
+
+class FitError(ScrimpError):
+    """It does not fit: how many bytes, where, when, and what would help."""
+
+
+class RunError(ScrimpError):
+    """A training step that cannot be made, or that failed while running."""

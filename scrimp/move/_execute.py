@@ -103,8 +103,12 @@ def _pack(holder: Holder, part: Routes) -> tuple[list[Part], torch.Tensor, bool]
     kept = _view(array, part.kept, part.before)
     if array.is_contiguous() and all(_is_one_piece(part.before, box) for _, box in part.sends):
         return parts, kept, False
-    parts = [Part(peer, _copy(piece)) for peer, piece in parts]
-    kept = _copy(kept)
+    copies: dict[Box, torch.Tensor] = {}  # a gather sends the same part to all
+    for box in [box for _, box in part.sends] + [part.kept]:
+        if box not in copies:
+            copies[box] = _copy(_view(array, box, part.before))
+    parts = [Part(peer, copies[box]) for peer, box in part.sends]
+    kept = copies[part.kept]
     del array
     holder.release()
     return parts, kept, True

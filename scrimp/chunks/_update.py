@@ -1,0 +1,63 @@
+"""One parameter's update, on flat views, in tiles.
+
+torch's fused kernels are used tile by tile. Tiles end on multiples of their size counted from the parameter's own start,
+so that vector lanes and tails, and with them every bit, are those of one call on the whole tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
+from scrimp.chunks._store import Piece
+
+TILE = 1 << 18
+
+
+class Updater:
+    """`stage` is the fp32 tile that gradients are cast into; it belongs to the host's arenas."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stage = torch.empty(TILE, dtype=torch.float32, device=device)
+
+    def norm(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The 2-norm in fp32, as torch.nn.utils.clip_grad_norm_ takes it of one tensor."""
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return norm
+
+    def apply(
+        self, optimizer: Optimizer, step: int, count: int, piece: Piece, scale: torch.Tensor | None, weight: torch.Tensor | None
+    ) -> None:
+        """Update a piece's master and states from its gradient times `scale`, and write `weight` anew from the master.
+
+        `step` is the engine's, for the rate; `count` says how often this parameter was updated, this time included.
+        The gradient and the weight may be the same memory."""
+        for start in range(0, piece.master.numel(), TILE):
+            span = slice(start, start + TILE)
+            target, fresh = piece.master[span], piece.gradient[span]
+            if fresh.dtype != torch.float32 or scale is not None:
+                fresh = self.stage[: target.numel()].copy_(fresh)
+            if scale is not None:
+                fresh.mul_(scale)
+            _tile(optimizer, step, count, target, fresh, [state[span] for state in piece.states])
+            if weight is not None:
+                weight[span].copy_(target)
+
+
+def _tile(
+    optimizer: Optimizer, step: int, count: int, master: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
+) -> None:
+    lr = rate(optimizer, step)
+    if isinstance(optimizer, AdamW):
+        beta1, beta2 = optimizer.betas
+        torch._fused_adamw_(
+            [master], [gradient], [states[0]], [states[1]], [], [torch.tensor(float(count), device=master.device)],
+            lr=lr, beta1=beta1, beta2=beta2, weight_decay=optimizer.weight_decay, eps=optimizer.eps,
+            amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+    elif isinstance(optimizer, SGD):
+        torch._fused_sgd_(
+            [master], [gradient], [states[0]] if states else [],
+            weight_decay=optimizer.weight_decay, momentum=optimizer.momentum, lr=lr, dampening=optimizer.dampening,
+            nesterov=optimizer.nesterov, maximize=False, is_first_step=count == 1, grad_scale=None, found_inf=None,
+        )  # fmt: skip

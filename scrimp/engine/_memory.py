@@ -1,0 +1,76 @@
+"""How much memory the engine may use, where it came from, in bytes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scrimp.ledger import format_nbytes, parse_nbytes
+
+DEVICE_SHARE, HOST_SHARE, NO_GPU_SHARE = 0.9, 0.8, 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """`device` is per rank, `host` per node. "auto": 90 % of the free CUDA memory, or without a GPU 25 % of the
+    available RAM; 80 % of what the host has available under its cgroup limit."""
+
+    device: int | str = "auto"
+    host: int | str = "auto"
+    disk: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Resolved sizes and where each came from."""
+
+    device_nbytes: int
+    device_origin: str
+    host_nbytes: int
+    host_origin: str
+
+    def __str__(self) -> str:
+        return (
+            f"device {format_nbytes(self.device_nbytes)} ({self.device_origin}), "
+            f"host {format_nbytes(self.host_nbytes)} ({self.host_origin})"
+        )
+
+
+def resolve(memory: Memory, device: torch.device) -> Budget:
+    available = available_host_nbytes()
+    if memory.device != "auto":
+        of_device, device_origin = parse_nbytes(memory.device), "as asked for"
+    elif device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        of_device, device_origin = int(free * DEVICE_SHARE), "90 % of the free CUDA memory"
+    else:
+        of_device, device_origin = int(available * NO_GPU_SHARE), "25 % of the available RAM, there being no GPU"
+    if memory.host != "auto":
+        of_host, host_origin = parse_nbytes(memory.host), "as asked for"
+    else:
+        of_host, host_origin = int(available * HOST_SHARE), "80 % of the available RAM"
+    return Budget(device_nbytes=of_device, device_origin=device_origin, host_nbytes=of_host, host_origin=host_origin)
+
+
+def available_host_nbytes() -> int:
+    """What may still be used: MemAvailable, or what the cgroup leaves if that is less."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    limit, used = (_cgroup(name) for name in ("memory.max", "memory.current"))
+    return min(available, limit - used) if limit is not None and used is not None else available
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,86 @@
+"""The ledger: every byte on a tier belongs to one kind. Predicted and measured ledgers are the same class.
+
+`peak` is the snapshot at the moment with the largest total; `peak_nbytes` is the number that must fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scrimp.errors import ScrimpError
+from scrimp.ledger._sizes import format_nbytes
+
+FORMAT, VERSION = "scrimp.ledger", 1
+
+KINDS = ("parameters", "gradients", "optimizer", "residual", "activations", "temporaries", "buffers", "padding")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Bytes by kind at one moment."""
+
+    by_kind: tuple[tuple[str, int], ...]
+    when: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.by_kind)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in self.by_kind if nbytes)
+        return f"{format_nbytes(self.nbytes)} {self.when}: {parts or 'nothing'}"
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """What one tier holds. `charge` and `free` keep it; nothing else changes it."""
+
+    tier: str
+    now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    total_nbytes: int = 0
+    peak: Snapshot = field(default_factory=lambda: Snapshot(by_kind=(), when="at the start"))
+    moment: str = "at the start"
+
+    @property
+    def peak_nbytes(self) -> int:
+        return self.peak.nbytes
+
+    def charge(self, kind: str, nbytes: int) -> None:
+        self.now[kind] += nbytes
+        self.total_nbytes += nbytes
+        if self.total_nbytes > self.peak.nbytes:
+            self.peak = self.snapshot()
+
+    def free(self, kind: str, nbytes: int) -> None:
+        self.now[kind] -= nbytes
+        self.total_nbytes -= nbytes
+        if self.now[kind] < 0:
+            raise ScrimpError(f"the {self.tier} ledger holds {self.now[kind]} bytes of {kind}: more was freed than charged")
+
+    def move(self, nbytes: int, *, source: str, target: str) -> None:
+        """The same bytes, now of another kind: a weight's slot that takes its gradient."""
+        self.now[source] -= nbytes
+        self.now[target] += nbytes
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(by_kind=tuple(self.now.items()), when=self.moment)
+
+    def reset_peak(self) -> None:
+        self.peak = self.snapshot()
+
+    def to_json(self) -> str:
+        data = {"format": FORMAT, "version": VERSION, "tier": self.tier, "now": self.now}
+        return json.dumps({**data, "peak": {"when": self.peak.when, "by_kind": dict(self.peak.by_kind)}})
+
+    @classmethod
+    def from_json(cls, text: str) -> Ledger:
+        data = json.loads(text)
+        if data.get("format") != FORMAT or data.get("version") != VERSION:
+            raise ScrimpError(
+                f"this is {data.get('format')} version {data.get('version')}, but this scrimp reads {FORMAT} version {VERSION}"
+            )
+        now: Mapping[str, int] = data["now"]
+        peak = Snapshot(by_kind=tuple(data["peak"]["by_kind"].items()), when=data["peak"]["when"])
+        return cls(tier=data["tier"], now=dict(now), total_nbytes=sum(now.values()), peak=peak)

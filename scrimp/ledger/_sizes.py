@@ -1,0 +1,36 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from scrimp.errors import ScrimpError
+
+_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_nbytes(size: int | str) -> int:
+    """`"24GiB"`, `"1.5 MiB"`, `"800MB"` or a number of bytes."""
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise ScrimpError(f"a size is a number of bytes or a text like '24GiB', not {size!r}")
+    if isinstance(size, int):
+        if size < 0:
+            raise ScrimpError(f"a size of {size} bytes is negative")
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ScrimpError(f"'{size}' is not a size; write a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_nbytes(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

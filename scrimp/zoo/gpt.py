@@ -1,0 +1,125 @@
+"""GPT: a decoder with LayerNorm before each half of a block, learned positions and, by default, a tied head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    vocab: int = 50257
+    seq: int = 1024
+    dim: int = 768
+    heads: int = 12
+    layers: int = 12
+    expansion: int = 4
+    dropout: float = 0.0
+    tie: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dim % self.heads:
+            raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}")
+
+
+# The sizes of the GPT-3 paper, under their usual names; 13b has dim 5120 where the paper prints 5140 for 40 heads of 128.
+PRESETS = {
+    "gpt-tiny": GPTConfig(vocab=64, seq=32, dim=32, heads=4, layers=2),
+    "gpt-125m": GPTConfig(),
+    "gpt-350m": GPTConfig(dim=1024, heads=16, layers=24),
+    "gpt-1b3": GPTConfig(seq=2048, dim=2048, heads=16, layers=24),
+    "gpt-2b7": GPTConfig(seq=2048, dim=2560, heads=32, layers=32),
+    "gpt-6b7": GPTConfig(seq=2048, dim=4096, heads=32, layers=32),
+    "gpt-13b": GPTConfig(seq=2048, dim=5120, heads=40, layers=40),
+    "gpt-175b": GPTConfig(seq=2048, dim=12288, heads=96, layers=96),
+}
+
+
+class Embedding(nn.Embedding):
+    """torch draws embeddings of variance 1, which would drown what the blocks add to the residual stream."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class CausalAttention(nn.Module):
+    """Self-attention over the past, with query, key and value in one matrix."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, dim))
+        return y
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.dim)
+        self.attention = CausalAttention(config.dim, config.heads, config.dropout)
+        self.norm2 = nn.LayerNorm(config.dim)
+        self.mlp = MLP(config.dim, config.expansion * config.dim)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x)))
+        x = x + self.drop(self.mlp(self.norm2(x)))
+        return x
+
+
+class GPT(nn.Module):
+    """`forward(tokens)` gives logits, `forward(tokens, targets)` the mean cross-entropy in nats per token."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab, config.dim)
+        self.positions = Embedding(config.seq, config.dim)
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The root has no parameter of its own, but `to_empty` gives each place of a tied one a tensor of its own: tie anew.
+
+        The embedding takes the head's parameter, not the other way round, because the head is drawn last: so a model built
+        on `meta` and then reset module by module has the weights of one that was built at once.
+        """
+        if self.config.tie:
+            self.embed.weight = self.head.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        seq = tokens.shape[1]
+        if seq > self.config.seq:
+            raise ValueError(f"{seq} tokens in a row, but the model has positions for {self.config.seq}")
+        x = self.drop(self.embed(tokens) + self.positions(torch.arange(seq, device=tokens.device)))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

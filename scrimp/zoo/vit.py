@@ -1,0 +1,109 @@
+"""ViT: an image cut into patches, a class token before them, an encoder with LayerNorm first, a linear classifier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from scrimp.zoo.gpt import MLP
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    classes: int = 1000
+    image: int = 224
+    patch: int = 16
+    dim: int = 768
+    heads: int = 12
+    layers: int = 12
+    expansion: int = 4
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.image % self.patch:
+            raise ValueError(f"image {self.image} is not a multiple of patch {self.patch}")
+        if self.dim % self.heads:
+            raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}")
+
+
+PRESETS = {
+    "vit-tiny": ViTConfig(classes=10, image=32, patch=8, dim=32, heads=4, layers=2),
+    "vit-s16": ViTConfig(dim=384, heads=6),
+    "vit-b16": ViTConfig(),
+    "vit-l16": ViTConfig(dim=1024, heads=16, layers=24),
+}
+
+
+class Patches(nn.Module):
+    """Images to rows of tokens: the class token, then the patches, each with its learned position."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        count = (config.image // config.patch) ** 2
+        self.first = nn.Parameter(torch.empty(1, 1, config.dim))
+        self.positions = nn.Parameter(torch.empty(1, 1 + count, config.dim))
+        # Before the convolution draws: a walk over modules meets the parent first, and the draws should come in that order.
+        self.reset_parameters()
+        self.project = nn.Conv2d(3, config.dim, config.patch, stride=config.patch)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.first, std=0.02)
+        nn.init.normal_(self.positions, std=0.02)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.project(images).flatten(2).transpose(1, 2)
+        return torch.cat((self.first.expand(len(images), -1, -1), patches), 1) + self.positions
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.out = nn.Linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, count, dim = x.shape
+        q, k, v = self.qkv(x).view(batch, count, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, count, dim))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.dim)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(config.dim)
+        self.mlp = MLP(config.dim, config.expansion * config.dim)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x)))
+        x = x + self.drop(self.mlp(self.norm2(x)))
+        return x
+
+
+class ViT(nn.Module):
+    """`forward(images)` gives logits, `forward(images, labels)` the mean cross-entropy."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patches = Patches(config)
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.classes)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.drop(self.patches(images))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x[:, 0]))
+        return logits if labels is None else F.cross_entropy(logits.float(), labels)

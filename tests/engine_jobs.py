@@ -1,0 +1,43 @@
+"""What ranks do in the tests of the engine."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+
+from scrimp import zoo
+from scrimp.chunks._optim import SGD, AdamW
+from scrimp.engine import Engine, Memory
+
+
+def train(name: str, steps: int, optimizer: str, settings: dict, device: str = "1GiB") -> tuple[dict, int, int, int]:
+    """This rank's share of global batches of 8; the weights, peak on the device, bytes on the host, budget."""
+    torch.manual_seed(dist.get_rank())  # rank 0's weights count
+    model = zoo.build(name)
+    spec = AdamW(lr=1e-2, eps=1e-4) if optimizer == "adamw" else SGD(lr=0.1, momentum=0.9)
+    engine = Engine(model, optimizer=spec, memory=Memory(device=device), device="cpu", **settings)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(steps):
+        batch = zoo.example_batch(name, batch=8, step=step)
+        engine.step(*(tensor.chunk(world)[rank] for tensor in batch))
+    state = {key: value.clone() for key, value in engine.state_dict().items()}
+    return state, engine.ledger.peak_nbytes, engine.store.host_nbytes(), engine.budget.device_nbytes
+
+
+def plain(name: str, steps: int, optimizer: str, clip: float | None) -> dict:
+    """One process, plain PyTorch, the same global batches."""
+    torch.manual_seed(0)
+    model = copy.deepcopy(zoo.build(name))
+    if optimizer == "adamw":
+        update: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True)
+    else:
+        update = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    for step in range(steps):
+        model(*zoo.example_batch(name, batch=8, step=step)).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        update.step()
+        update.zero_grad()
+    return model.state_dict()
