@@ -74,6 +74,8 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """It lives on, but not on the device: a batch after its step."""
         self._freed(tensor.untyped_storage()._cdata)
 
+    def close(self) -> None: ...
+
     def _freed(self, key: int) -> None:
         kind, nbytes = self._known.pop(key, ("", 0))
         if nbytes:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._store import DTYPES, Store
@@ -61,6 +62,8 @@ class Engine:
         self.recompute = recompute
         self.loss = loss
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.budget = resolve(memory or Memory(), self.device)
         self.ledger = Ledger(tier=str(self.device))
         self.steps = 0
@@ -83,7 +86,11 @@ class Engine:
         buffers = buffers_to(model, self.device)
         self.ledger.charge("buffers", buffers)
         self._updater = Updater(torch.device("cpu"))
-        self._meter = CpuMeter(self.ledger, self.budget.device_nbytes, self._over_budget)
+        self._meter: CpuMeter | CudaMeter
+        if self.device.type == "cuda":
+            self._meter = CudaMeter(self.ledger, self.budget.device_nbytes, self.device)
+        else:
+            self._meter = CpuMeter(self.ledger, self.budget.device_nbytes, self._over_budget)
         self.residents = Residents(self.store, self._meter, self.budget.device_nbytes - buffers, self._retire)
         for tensor in [*self.store.arenas, *self.store.flats, self._updater.stage, *model.buffers()]:
             self._meter.ignore(tensor)
@@ -223,6 +230,11 @@ class Engine:
         for name, buffer in self.model.named_buffers():
             yield name, buffer.detach().cpu().clone()
 
+    def close(self) -> None:
+        """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state."""
+        self.residents.abandon()
+        self._meter.close()
+
     def _full(self, layer: int, slot: Slot) -> torch.Tensor:
         full = torch.zeros(slot.numel)
         for piece in self.store.pieces(layer, slot):
@@ -260,15 +272,14 @@ class Engine:
 
     @contextmanager
     def _metered(self, args: Any, kwargs: Any) -> Iterator[None]:
-        if self.device.type != "cpu":
-            yield
-            return
         batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         with self._meter:
             for tensor in batch:
                 self._meter.count(tensor, "buffers")
             try:
                 yield
+            except torch.cuda.OutOfMemoryError as error:
+                raise FitError(f"step {self.steps}: {error}; the ledger has {self.ledger.snapshot()}") from error
             finally:
                 for tensor in batch:
                     self._meter.forget(tensor)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._residency import Moment, Schedule, schedule
 from scrimp.chunks._store import Store
@@ -36,7 +37,9 @@ class Residents:
     """`budget_nbytes` is for weights and all that the meter counts; `retire(layer, slots)` is called when a layer's
     gradients are complete."""
 
-    def __init__(self, store: Store, meter: CpuMeter, budget_nbytes: int, retire: Callable[[int, list[Slot]], None]) -> None:
+    def __init__(
+        self, store: Store, meter: CpuMeter | CudaMeter, budget_nbytes: int, retire: Callable[[int, list[Slot]], None]
+    ) -> None:
         self.store = store
         self.meter = meter
         self.budget_nbytes = budget_nbytes
