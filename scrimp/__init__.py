@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scrimp.cluster import Link as Link
     from scrimp.engine import Engine as Engine
     from scrimp.engine import Memory as Memory
+    from scrimp.errors import CheckpointError as CheckpointError
     from scrimp.errors import FitError as FitError
     from scrimp.errors import LayoutError as LayoutError
     from scrimp.errors import MoveError as MoveError
@@ -31,6 +32,7 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "AdamW": "scrimp.chunks._optim",
+    "CheckpointError": "scrimp.errors",
     "Cluster": "scrimp.cluster",
     "Engine": "scrimp.engine",
     "FitError": "scrimp.errors",

@@ -19,3 +19,7 @@ class FitError(ScrimpError):
 
 class RunError(ScrimpError):
     """A training step that cannot be made, or that failed while running."""
+
+
+class CheckpointError(ScrimpError):
+    """A checkpoint that is missing, damaged, or of another model."""

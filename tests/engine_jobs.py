@@ -41,3 +41,29 @@ def plain(name: str, steps: int, optimizer: str, clip: float | None) -> dict:
         update.step()
         update.zero_grad()
     return model.state_dict()
+
+
+def save_after(name: str, steps: int, settings: dict, folder: str) -> None:
+    torch.manual_seed(0)
+    engine = Engine(zoo.build(name), optimizer=AdamW(lr=1e-2), memory=Memory(device="1GiB"), device="cpu", **settings)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(steps):
+        engine.step(*(tensor.chunk(world)[rank] for tensor in zoo.example_batch(name, batch=8, step=step)))
+    engine.save(folder)
+
+
+def load_state(name: str, settings: dict, folder: str) -> dict:
+    """Load, and everything that a next step depends on: masters and states."""
+    torch.manual_seed(1)
+    engine = Engine(zoo.build(name), optimizer=AdamW(lr=1e-2), memory=Memory(device="1GiB"), device="cpu", **settings)
+    engine.load(folder)
+    state = {f"{key}.master": value for key, value in engine.state_dict().items()}
+    for index, layer in enumerate(engine.store.table.layers):
+        for slot in layer.slots:
+            for k in range(len(engine.store.states)):
+                full = torch.zeros(slot.numel)
+                for piece in engine.store.pieces(index, slot):
+                    full[piece.inside] = piece.states[k]
+                state[f"{slot.name}.{k}"] = engine.wire.sum(full)
+    state["steps"] = torch.tensor(engine.steps)
+    return state

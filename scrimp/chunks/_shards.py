@@ -42,6 +42,9 @@ class Shards:
             position += self._trained_length(layer)
         return (*starts, position)
 
+    def of_rank(self, rank: int) -> Shards:
+        return Shards(table=self.table, world=self.world, rank=rank)
+
     @property
     def numel(self) -> int:
         return self.table.numel // self.world

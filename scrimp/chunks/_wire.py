@@ -42,6 +42,11 @@ class Wire:
             return values
         return self.sum(values if self.rank == 0 else torch.zeros_like(values))
 
+    def meet(self) -> None:
+        """Nobody goes on before all are here."""
+        if self.world > 1:
+            self.sum(torch.zeros(1))
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks of a tensor that every rank has."""
         if self.world == 1:

@@ -12,12 +12,14 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from scrimp.checkpoint import load, save
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
@@ -229,6 +231,31 @@ class Engine:
             yield name, self._full(layer, slot)
         for name, buffer in self.model.named_buffers():
             yield name, buffer.detach().cpu().clone()
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint: weights, masters, states, step and random state; complete or not there at all."""
+        save(
+            folder,
+            self.store,
+            optimizer=type(self.optimizer).__name__,
+            steps=self.steps,
+            skipped=self.skipped,
+            counts=self._counts,
+            rng=torch.get_rng_state(),
+            buffers=dict(self.model.named_buffers()),
+        )
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with."""
+        manifest, rng, buffers = load(folder, self.store, optimizer=type(self.optimizer).__name__)
+        self.steps, self.skipped = manifest.steps, manifest.skipped
+        self._counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}
+        for name, buffer in self.model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+        if rng is not None:
+            torch.set_rng_state(rng)
+        self.residents.abandon()
 
     def close(self) -> None:
         """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state."""

@@ -1,0 +1,81 @@
+"""What a checkpoint folder says of itself: one JSON file, written last.
+
+Every rank's file holds its arenas as they are; the manifest says which part of which parameter lies where in them, so
+that a reader with other chunks or another number of ranks can take just what it needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scrimp.errors import CheckpointError
+
+FORMAT, VERSION = "scrimp.checkpoint", 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """Elements [start, start + length) of a parameter, in a rank's file: at `weight` of its weights, and at `trained` of
+    its masters and states (-1 for what is not trained)."""
+
+    start: int
+    length: int
+    rank: int
+    weight: int
+    trained: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A parameter: its shape, whether it is trained, how often it was updated, and where its elements are."""
+
+    shape: tuple[int, ...]
+    trainable: bool
+    count: int
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    precision: str
+    optimizer: str
+    states: int
+    steps: int
+    skipped: int
+    files: tuple[tuple[str, str], ...]  # name, checksum
+    entries: dict[str, Entry]
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        try:
+            data = json.loads((folder / NAME).read_text())
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} has no {NAME}: it is no checkpoint, or one that was never completed") from None
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{folder / NAME} is damaged: {error}") from None
+        if data.pop("format", None) != FORMAT or (version := data.pop("version", None)) != VERSION:
+            raise CheckpointError(f"{folder} is not {FORMAT} version {VERSION}, which this scrimp reads, but version {version}")
+        entries = {
+            name: Entry(**{**row, "shape": tuple(row["shape"]), "extents": tuple(Extent(**e) for e in row["extents"])})
+            for name, row in data.pop("entries").items()
+        }
+        files = tuple((name, checksum) for name, checksum in data.pop("files"))
+        for name, _ in files:
+            if Path(name).name != name:
+                raise CheckpointError(f"{folder / NAME} names the file '{name}', which is not in its own folder")
+        return cls(entries=entries, files=files, **data)
+
+
+def checksum(path: Path) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.digest()

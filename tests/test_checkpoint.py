@@ -1,0 +1,129 @@
+"""Checkpoints: exact at another budget, chunk size and rank count; the last complete one always loads."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scrimp import zoo
+from scrimp.chunks._optim import SGD, AdamW
+from scrimp.engine import Engine, Memory
+from scrimp.errors import CheckpointError
+from scrimp.ext.ranks import pool
+from tests import engine_jobs as jobs
+from tests.test_engine import assert_same, batches_of, engine_for, model_of, run
+
+
+def trained(precision: str = "bf16", steps: int = 5, **kwargs: object) -> Engine:
+    engine = engine_for(model_of("gpt-tiny"), precision=precision, **kwargs)
+    run(engine, batches_of("gpt-tiny")[:steps])
+    return engine
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_going_on_is_as_if_never_stopped(precision: str, tmp_path: Path) -> None:
+    engine = trained(precision)
+    engine.save(tmp_path / "ckpt")
+    want = run(engine, batches_of("gpt-tiny")[5:10])
+    for device, chunk in [("1GiB", 1 << 20), ("600KiB", 1000), ("700KiB", 64)]:
+        again = engine_for(model_of("gpt-tiny"), device, precision=precision, chunk_numel=chunk, recompute="all")
+        again.load(tmp_path / "ckpt")
+        assert run(again, batches_of("gpt-tiny")[5:10]) == want
+        assert_same(again.state_dict(), engine.state_dict())
+
+
+def test_four_ranks_save_and_one_two_three_load(tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    settings = {"precision": "fp32", "chunk_numel": 3000}
+    pool(4).run(jobs.save_after, "gpt-tiny", 4, settings, folder, timeout_seconds=120)
+    states = []
+    for world in (4, 1, 2, 3):
+        answers = pool(world).run(
+            jobs.load_state, "gpt-tiny", {**settings, "chunk_numel": 1000 * world}, folder, timeout_seconds=120
+        )
+        states.append(answers[0])
+    for state in states[1:]:
+        assert all(torch.equal(state[key], states[0][key]) for key in states[0])
+
+
+def test_a_flipped_bit_a_lost_file_and_another_model_are_refused(tmp_path: Path) -> None:
+    engine = trained()
+    engine.save(tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / "rank-0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors is damaged.*checksum"):
+        trained(steps=0).load(tmp_path / "ckpt")
+    file.unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        trained(steps=0).load(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        trained(steps=0).load(tmp_path)
+    engine.save(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match="another model"):
+        engine_for(model_of("llama-tiny")).load(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match=r"saved in bf16, the engine runs in fp32"):
+        trained("fp32", steps=0).load(tmp_path / "ckpt")
+    with pytest.raises(CheckpointError, match=r"AdamW of 2 states, the engine has SGD of 0"):
+        trained(steps=0, optimizer=SGD()).load(tmp_path / "ckpt")
+
+
+KILLED = """
+import os, signal, sys
+from scrimp.checkpoint import _save
+from tests.test_checkpoint import trained, run, batches_of
+engine = trained()
+engine.save(sys.argv[1])
+run(engine, batches_of("gpt-tiny")[5:6])
+calls = 0
+def dying(real):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return call
+for name in ("save_file", "_flush", "_commit", "checksum"):
+    setattr(_save, name, dying(getattr(_save, name)))
+_save.os.replace = dying(os.replace)
+_save.shutil.rmtree = dying(_save.shutil.rmtree)
+engine.save(sys.argv[1])
+print("not killed")
+"""
+
+
+@pytest.mark.parametrize("moment", range(1, 12))
+def test_kill_9_at_any_moment_of_a_save(moment: int, tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "ckpt"), str(moment)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    engine = trained(steps=0)
+    engine.load(tmp_path / "ckpt")
+    assert engine.steps in (5, 6)
+    want = trained(steps=engine.steps)
+    assert_same(engine.state_dict(), want.state_dict())
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = zoo.build("gpt-tiny", dropout=0.2)
+    engine = Engine(copy.deepcopy(model), optimizer=AdamW(), memory=Memory(device="1GiB"), device="cpu")
+    run(engine, batches_of("gpt-tiny")[:3])
+    engine.save(tmp_path / "ckpt")
+    want = run(engine, batches_of("gpt-tiny")[3:6])
+    again = Engine(copy.deepcopy(model), optimizer=AdamW(), memory=Memory(device="1GiB"), device="cpu")
+    again.load(tmp_path / "ckpt")
+    assert run(again, batches_of("gpt-tiny")[3:6]) == want
