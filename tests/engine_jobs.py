@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from scrimp import zoo
 from scrimp.chunks._optim import SGD, AdamW
 from scrimp.engine import Engine, Memory
+from scrimp.errors import RunError
 
 
 def train(name: str, steps: int, optimizer: str, settings: dict, device: str = "1GiB") -> tuple[dict, int, int, int]:
@@ -67,3 +71,38 @@ def load_state(name: str, settings: dict, folder: str) -> dict:
                 state[f"{slot.name}.{k}"] = engine.wire.sum(full)
     state["steps"] = torch.tensor(engine.steps)
     return state
+
+
+def fault(kind: str) -> str:
+    """One thing goes wrong on rank 1; what this rank saw."""
+    torch.manual_seed(0)
+    engine = Engine(zoo.build("gpt-tiny"), optimizer=SGD(lr=0.1), memory=Memory(device="1GiB"), device="cpu", precision="fp32")
+    rank = dist.get_rank()
+    batch = zoo.example_batch("gpt-tiny", batch=2, step=0)
+    engine.step(*batch)
+    before = engine.state_dict()
+    if kind == "nan":
+        if rank == 1:
+            place = engine.store.land
+
+            def poison(layer: int, slot: object, gradient: torch.Tensor) -> None:
+                spoiled = gradient * float("nan") if getattr(slot, "name", "") == "blocks.1.norm1.weight" else gradient
+                place(layer, slot, spoiled)  # type: ignore[arg-type]
+
+            engine.store.land = poison  # type: ignore[method-assign]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.step(*batch)
+        same = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+        words = [str(w.message) for w in caught if "not finite" in str(w.message)]
+        return f"skipped={engine.skipped} same={same} {words}"
+    try:
+        for _ in range(50):
+            if rank == 1:
+                if kind == "dead":
+                    os._exit(9)
+                time.sleep(20)
+            engine.step(*batch)
+    except RunError as error:
+        return str(error)
+    return "no error"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from scrimp.ext.ranks import pool
+from scrimp.ext.ranks import RankFailure, RankPool, pool
 from tests import engine_jobs as jobs
 
 
@@ -45,3 +47,23 @@ def test_host_memory_is_shared_out() -> None:
         return max(host for _, _, host, _ in answers)
 
     assert host_nbytes(4) <= host_nbytes(1) / 4 * 1.2
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all() -> None:
+    for answer in pool(2).run(jobs.fault, "nan"):
+        assert "skipped=1 same=True" in answer, answer
+        assert "blocks.1.norm1.weight is not finite" in answer
+
+
+def test_a_hung_rank_ends_the_others_in_time_naming_step_and_layer() -> None:
+    with RankPool(3, timeout_seconds=60, collective_timeout_seconds=3) as ranks:
+        answers = ranks.run(jobs.fault, "hung")
+    for rank in (0, 2):
+        assert re.match(rf"rank {rank}, step 1, at layer .*: mesh rank {rank} of 3 failed", answers[rank]), answers[rank]
+
+
+def test_a_dead_rank_ends_the_others() -> None:
+    with RankPool(3, timeout_seconds=60, collective_timeout_seconds=3) as ranks, pytest.raises(RankFailure) as caught:
+        ranks.run(jobs.fault, "dead", grace_seconds=15)
+    assert "exit code 9" in str(caught.value)
+    assert not caught.value.standing

@@ -31,7 +31,7 @@ from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._resident import Residents
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._world import join_world, share_buffers
-from scrimp.errors import FitError, RunError
+from scrimp.errors import FitError, MoveError, RunError
 from scrimp.layers import find_layers
 from scrimp.ledger import Ledger, format_nbytes
 
@@ -122,13 +122,18 @@ class Engine:
         losses = []
         self.model.train()
         share_buffers(self.wire, self.model)
-        with self._metered(args, kwargs):
-            self.residents.begin_step()
-            for part_args, part_kwargs in _parts(args, kwargs, self.accumulate):
-                losses.append(self._forward_backward(part_args, part_kwargs))
-                self.residents.retire_rest()
-            self.residents.end_step()
-        if self._judge():
+        try:
+            with self._metered(args, kwargs):
+                self.residents.begin_step()
+                for part_args, part_kwargs in _parts(args, kwargs, self.accumulate):
+                    losses.append(self._forward_backward(part_args, part_kwargs))
+                    self.residents.retire_rest()
+                self.residents.end_step()
+            finite = self._judge()
+        except MoveError as error:
+            where = f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}"
+            raise RunError(f"{where}: {error}") from error
+        if finite:
             self._update()
         else:
             self.skipped += 1

@@ -143,6 +143,10 @@ class Residents:
             self._drop_others(needs)
         self._bring(bring, layer)
 
+    def place(self) -> str:
+        """Where the step is, in words."""
+        return f"at layer {', '.join(self._name(layer) for layer in self._current)}" if self._current else "between layers"
+
     def make_room(self) -> None:
         """Let go of everything that nobody is using."""
         for other, resident in enumerate(self.store.resident):
