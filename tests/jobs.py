@@ -178,10 +178,10 @@ def many(items: list[tuple[tuple[int, ...], str, str]], native: bool, bucket_nby
     calls = 0
     serve = comm.serve
 
-    def counted(requests: object) -> None:
+    def counted(requests: object, tag: int = 0) -> None:
         nonlocal calls
         calls += 1
-        serve(requests)  # type: ignore[arg-type]
+        serve(requests, tag)  # type: ignore[arg-type]
 
     comm.serve = counted  # type: ignore[method-assign]
     try:

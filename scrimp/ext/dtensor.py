@@ -34,6 +34,10 @@ def redistribute(
     if not isinstance(dtensor, DTensor):
         raise MoveError(f"redistribute takes a DTensor, not {type(dtensor).__name__}; for plain tensors see synthesize")
     goal = _normal(placements, dtensor)
+    if any(_special(placement) for placement in dtensor.placements):
+        # Norms, masked sums and the like know themselves how they are finished, each on its own mesh dim.
+        plain = [Replicate() if _special(placement) else placement for placement in dtensor.placements]
+        dtensor = dtensor.redistribute(placements=plain)
     result: DTensor = _Redistribute.apply(dtensor, goal, cluster, direct)  # type: ignore[no-untyped-call]
     return result
 
@@ -54,6 +58,10 @@ class _Redistribute(torch.autograd.Function):
         return redistribute(grads[0], goal, cluster=cluster, direct=direct), None, None, None
 
 
+def _special(placement: Placement) -> bool:
+    return isinstance(placement, Partial) and type(placement) is not Partial
+
+
 def _normal(placements: Sequence[Placement], dtensor: DTensor) -> tuple[Placement, ...]:
     mesh = dtensor.device_mesh
     if len(placements) != mesh.ndim:
@@ -67,7 +75,7 @@ def _normal(placements: Sequence[Placement], dtensor: DTensor) -> tuple[Placemen
                     f"placement {want} on mesh dim {axis}: the tensor of shape {tuple(dtensor.shape)} has no such dim"
                 )
             want = Shard(dim)
-        elif isinstance(want, Partial) and want != have:
+        elif _special(want) or (isinstance(want, Partial) and want != have):
             raise MoveError(f"mesh dim {axis}: cannot make {want} of {have}; a move finishes partial sums or keeps them")
         elif not isinstance(want, (Replicate, Partial)):
             raise MoveError(f"mesh dim {axis}: scrimp cannot place {want}; it knows Shard, Replicate and Partial")
@@ -102,6 +110,8 @@ def _move(dtensor: DTensor, goal: tuple[Placement, ...], cluster: Cluster | None
         for axis, (old, new) in enumerate(zip(have, goal, strict=True))
         if isinstance(old, Partial) and old.reduce_op == "avg" and old != new
     ]
+    if means and not local.is_floating_point() and not local.is_complex():
+        raise MoveError(f"a mean of {local.dtype} is no {local.dtype}; cast to a floating-point dtype first")
     return local / prod(means) if means else local
 
 

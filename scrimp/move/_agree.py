@@ -35,15 +35,16 @@ def fault_text(program: Program, rank: int, shape: Sequence[int], dtype: str) ->
     )
 
 
-def agree(comm: Comm, programs: Sequence[Program], locals_: Sequence[torch.Tensor]) -> int:
-    """Compare programs and tensors over all ranks, once per list of programs; the largest overload of any rank."""
+def agree(comm: Comm, programs: Sequence[Program], locals_: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Compare programs and tensors over all ranks, once per list of programs; the largest overload of any rank, and a
+    tag for messages that is the same on all ranks for the same programs."""
     rank = comm.rank
     bad = first_fault(programs, locals_, rank)
     key = programs[0].hash if len(programs) == 1 else hashlib.sha256("".join(p.hash for p in programs).encode()).hexdigest()
     if key in comm.agreed:
         if bad is not None:
             raise MoveError(fault_text(programs[bad], rank, locals_[bad].shape, str(locals_[bad].dtype)))
-        return comm.agreed[key]
+        return comm.agreed[key], int(key[:7], 16)
     shown = locals_[bad or 0]
     shape = [*shown.shape, *[-1] * SHAPE_SLOTS][:SHAPE_SLOTS]
     load = max(overload(program, rank) for program in programs)
@@ -53,7 +54,7 @@ def agree(comm: Comm, programs: Sequence[Program], locals_: Sequence[torch.Tenso
         if row[1] >= 0:
             raise MoveError(fault_text(programs[row[1]], other, row[5 : 5 + min(row[4], SHAPE_SLOTS)], _DTYPES[row[3]]))
     comm.agreed[key] = max(row[2] for row in by_rank)
-    return comm.agreed[key]
+    return comm.agreed[key], int(key[:7], 16)
 
 
 def compare(comm: Comm, words: list[int], device: torch.device, what: str) -> list[list[int]]:

@@ -70,6 +70,8 @@ def glued_atoms(mesh: Mesh, src: Layout, dst: Layout) -> Atoms:
                 return False
             if at_a is not None and at_b is not None and at_b != (at_a[0], at_a[1] + 1):
                 return False
+        if a not in place_src and a not in place_dst and a.partition(".")[0] != b.partition(".")[0]:
+            return False  # free axes of different names may have different links
         partial = [(a in layout.partial, b in layout.partial) for layout in (src, dst)]
         return all(in_a == in_b for in_a, in_b in partial)
 

@@ -18,9 +18,11 @@ from scrimp.layout import Mesh
 from scrimp.move._requests import AllReduce, Exchange, Gather, Part, ReduceScatter, Request
 from scrimp.move._torch_private import all_gather_flat, group_timeout, reduce_scatter_flat
 
+TAGS = 1 << 29
+
 Order = Callable[[tuple[int, ...]], tuple[int, ...]]
 
-_comms: dict[tuple[int, int | None, tuple[int, ...]], Comm] = {}
+_comms: dict[tuple[int | None, tuple[int, ...]], Comm] = {}
 
 
 class Comm:
@@ -29,16 +31,19 @@ class Comm:
 
     def __init__(self, group: Any, ranks: Sequence[int]) -> None:
         self.group = group
+        self.world = dist.group.WORLD  # held, so that it can be told from a later one
         self.ranks = tuple(ranks)  # global rank of each mesh rank
         self.rank = self.ranks.index(dist.get_rank())
         self.peers = tuple(dist.get_group_rank(group, rank) for rank in self.ranks)  # group rank of each mesh rank
         self.native: bool | None = None
         self.agreed: dict[str, int] = {}  # programs that the ranks have compared, and what they learned
         self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._apart: Any = None  # for parts on CUDA
 
-    def serve(self, requests: Sequence[Request]) -> None:
-        """Serve requests that are due at the same moment, each kind and group in one call."""
-        self._exchange([request for request in requests if isinstance(request, Exchange)])
+    def serve(self, requests: Sequence[Request], tag: int = 0) -> None:
+        """Serve requests that are due at the same moment, each kind and group in one call. `tag` tells their messages
+        from those of other programs and of the user's own."""
+        self._exchange([request for request in requests if isinstance(request, Exchange)], TAGS + tag % TAGS)
         for kind, call in ((Gather, self._gather), (ReduceScatter, self._reduce_scatter), (AllReduce, self._all_reduce)):
             alike: dict[object, list[Any]] = defaultdict(list)
             for request in requests:
@@ -47,12 +52,12 @@ class Comm:
             for batch in alike.values():
                 call(batch)
 
-    def _exchange(self, requests: list[Exchange]) -> None:
+    def _exchange(self, requests: list[Exchange], tag: int) -> None:
         sends, receives = (_by_peer(parts) for parts in ([r.sends for r in requests], [r.receives for r in requests]))
         incoming = {peer: _raw(pieces[0]) if len(pieces) == 1 else _raw_buffer(pieces) for peer, pieces in receives.items()}
         outgoing = {peer: _raw(pieces[0]) if len(pieces) == 1 else _joined(pieces) for peer, pieces in sends.items()}
-        ops = [self._op(dist.irecv, peer, data) for peer, data in incoming.items()]
-        ops += [self._op(dist.isend, peer, data) for peer, data in outgoing.items()]
+        ops = [self._op(dist.irecv, peer, data, tag) for peer, data in incoming.items()]
+        ops += [self._op(dist.isend, peer, data, tag) for peer, data in outgoing.items()]
         if ops:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
@@ -60,8 +65,13 @@ class Comm:
             if len(pieces) > 1:
                 _split(incoming[peer], pieces)
 
-    def _op(self, op: Any, peer: int, data: torch.Tensor) -> dist.P2POp:
-        return dist.P2POp(op, data, group=self.group, group_peer=self.peers[peer])
+    def _op(self, op: Any, peer: int, data: torch.Tensor, tag: int) -> dist.P2POp:
+        if data.device.type != "cuda":
+            return dist.P2POp(op, data, group=self.group, group_peer=self.peers[peer], tag=tag)
+        if self._apart is None:  # NCCL knows no tags: a group of its own keeps parts from the user's messages
+            timeout = group_timeout(self.group, data.device)
+            self._apart = dist.new_group(sorted(self.ranks), timeout=timeout, use_local_synchronization=True)
+        return dist.P2POp(op, data, group=self._apart, peer=self.ranks[peer])
 
     def _gather(self, batch: list[Gather]) -> None:
         group = self._subgroup(batch[0].members, batch[0].local.device)
@@ -77,6 +87,9 @@ class Comm:
     def _reduce_scatter(self, batch: list[ReduceScatter]) -> None:
         group = self._subgroup(batch[0].members, batch[0].out.device)
         members = len(batch[0].members)
+        if len(batch) == 1:
+            reduce_scatter_flat(_real(batch[0].out).view(-1), _real(batch[0].parts).view(-1), group)
+            return
         parts = torch.cat([_real(request.parts).reshape(members, -1) for request in batch], dim=1)
         out = parts.new_empty(parts.shape[1])
         reduce_scatter_flat(out, parts.view(-1), group)
@@ -119,6 +132,9 @@ def comm_for(mesh: Mesh, group: Any) -> Comm | None:
         shape, sizes = tuple(group.mesh.shape), tuple(size for _, size in mesh.axes)
         if shape != sizes:
             raise MoveError(f"the DeviceMesh has shape {shape}, the program's mesh {mesh} has {sizes}")
+        names = tuple(group.mesh_dim_names or ())
+        if names != mesh.names and sorted(names) == sorted(mesh.names):
+            raise MoveError(f"the DeviceMesh has the dims {names}, the program's mesh {mesh} has the axes {mesh.names}")
     if mesh.size == 1:
         if group is not None and not is_mesh and dist.get_world_size(group) > 1:
             raise MoveError(f"the mesh {mesh} has 1 device, the group has {dist.get_world_size(group)} ranks")
@@ -131,20 +147,22 @@ def comm_for(mesh: Mesh, group: Any) -> Comm | None:
     ranks = group.mesh.flatten().tolist() if is_mesh else dist.get_process_group_ranks(group or dist.group.WORLD)
     if len(ranks) != mesh.size:
         raise MoveError(f"the mesh {mesh} has {mesh.size} devices, the group has {len(ranks)} ranks")
+    if dist.get_rank() not in ranks:
+        raise MoveError(f"rank {dist.get_rank()} is not among the ranks {list(ranks)} of the mesh {mesh}")
     return _cached_comm(None if is_mesh else group, tuple(ranks))
 
 
 def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:
     world = dist.group.WORLD
-    # The default group is part of the key: after destroy_process_group everything is made anew.
-    for stale in [key for key in _comms if key[0] != id(world)]:
-        del _comms[stale]
-    key = (id(world), None if group is None else id(group), ranks)
-    if key not in _comms:
+    for stale in [key for key, comm in _comms.items() if comm.world is not world]:
+        del _comms[stale]  # destroy_process_group was called since: everything is made anew
+    key = (None if group is None else id(group), ranks)
+    if key not in _comms or (group is not None and _comms[key].group is not group):
         if group is None and sorted(ranks) == list(range(dist.get_world_size())):
             group = world
         elif group is None:
-            group = dist.new_group(sorted(ranks), use_local_synchronization=True)
+            timeout = group_timeout(world, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+            group = dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
         _comms[key] = Comm(group, ranks)
     return _comms[key]
 
@@ -165,7 +183,8 @@ def _by_peer(parts: list[list[Part]]) -> dict[int, list[torch.Tensor]]:
 
 def _raw(piece: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor: what only moves needs no dtype, and gloo knows few."""
-    return piece.view(-1).view(torch.uint8)
+    # not view(-1): one element may be contiguous with any stride, and keep it
+    return piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)
 
 
 def _raw_buffer(pieces: list[torch.Tensor]) -> torch.Tensor:

@@ -42,7 +42,8 @@ class Holder:
         self.array = self.array.new_empty(0)
         if self._input is not None and self._donate:
             storage = self._input.untyped_storage()
-            if storage.resizable() and storage.nbytes() == self._input.nbytes:
+            # Contiguous and as large as the storage: it is all of it, not a view that repeats a part.
+            if storage.resizable() and self._input.is_contiguous() and storage.nbytes() == self._input.nbytes:
                 storage.resize_(0)
         self._input = None
 
@@ -183,7 +184,7 @@ def _native_reduce_scatter(holder: Holder, part: Routes, members: tuple[int, ...
 
 def _native_all_gather(holder: Holder, part: Routes, members: tuple[int, ...]) -> Iterator[Request]:
     """Lands in place where the parts lie in one piece and in order."""
-    array = holder.array.contiguous()
+    array = _contiguous(holder)
     gathered = array.new_empty((len(members), *array.shape))
     yield Gather(members=members, local=array, out=gathered)
     del array
@@ -208,7 +209,7 @@ def _native_all_reduce(holder: Holder, members: tuple[int, ...]) -> Iterator[Req
 def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int) -> Iterator[Request]:
     """A reduce-scatter and a gather of the flat array; every member adds its part in the same order."""
     shape, me, n = holder.array.shape, members.index(rank), len(members)
-    flat = holder.array.contiguous().view(-1)
+    flat = _contiguous(holder).view(-1)
     bounds = [flat.numel() * k // n for k in range(n + 1)]
     spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     filled = [k for k in range(n) if bounds[k + 1] > bounds[k]]
@@ -229,6 +230,17 @@ def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int) -> Iterator
         receives=[Part(members[k], total[spans[k]]) for k in others if k in filled],
     )
     holder.array = total.view(shape)
+
+
+def _contiguous(holder: Holder) -> torch.Tensor:
+    """The array in one piece; if that takes a copy, the array is let go of."""
+    array = holder.array
+    if array.is_contiguous():
+        return array
+    copied = _copy(array)
+    del array
+    holder.release()
+    return copied
 
 
 def _shape(box: Box) -> tuple[int, ...]:

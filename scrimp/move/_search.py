@@ -32,6 +32,8 @@ Type = tuple[tuple[int, ...], ...]
 
 EXACT_ATOMS = 4  # up to this many atoms the label space is searched whole
 LABEL_TYPES = 300  # beyond that many types on a side, the label space keeps the ones with fewest pushes
+SIZE_TYPES = 800  # the same for the size space, where 512 devices and 4 dims have 715
+SUMMED_TYPES = 60  # and for the types whose sums are placed, each in many ways
 KEEP = 4  # programs handed on to be priced exactly
 
 
@@ -64,9 +66,10 @@ class Path:
 
 
 class Block(NamedTuple):
-    """What the search asks of a run of atoms again and again."""
+    """What the search asks of a run of atoms again and again; `kinds` are their sizes and links."""
 
     sizes: tuple[int, ...]
+    kinds: tuple[tuple[int, float, float], ...]
     members: int
     latency: float
     pace: float
@@ -96,7 +99,8 @@ class Space:
             sizes = tuple(self.sizes[atom] for atom in atoms)
             latency = max((self.latency[atom] for atom in atoms), default=0.0)
             pace = max((self.pace[atom] for atom in atoms), default=0.0)
-            known = self._blocks[atoms] = Block(sizes, prod(sizes), latency, pace)
+            kinds = tuple((self.sizes[atom], self.latency[atom], self.pace[atom]) for atom in atoms)
+            known = self._blocks[atoms] = Block(sizes, kinds, prod(sizes), latency, pace)
         return known
 
     def counts(self, dims: Type) -> tuple[int, ...]:
@@ -111,7 +115,7 @@ class Space:
 
     def key(self, dims: Type) -> object:
         """What makes two types the same in this space."""
-        return tuple([self.block(atoms).sizes for atoms in dims]) if self.by_size else dims
+        return tuple([self.block(atoms).kinds for atoms in dims]) if self.by_size else dims
 
 
 def search(space: Space, at_least: float, best: float = float("inf")) -> list[Path]:
@@ -196,14 +200,33 @@ def _fall(space: Space) -> dict[object, Node]:
 
     def scatter(before: int, after: int, atom: int) -> tuple[str, float]:
         messages = space.sizes[atom] - 1
-        return "reduce_scatter", space.latency[atom] * messages + (before - after) * space.pace[atom]
+        return "reduce_scatter", space.latency[atom] * messages + messages * after * space.pace[atom]
 
     reduced: dict[object, Node] = {}
-    for node in sliced.values():
+    some = sliced.values() if len(space.sizes) <= EXACT_ATOMS else _smallest(sliced)
+    for node in some:
+        whole = _reduced_whole(space, node)
+        key = space.key(whole.dims)
+        if key not in reduced or whole.price < reduced[key].price:
+            reduced[key] = whole
         for key, full in _push_all(space, node, list(space.reduced), scatter, whole=True).items():
             if key not in reduced or full.price < reduced[key].price:
                 reduced[key] = full
     return reduced
+
+
+def _smallest(nodes: dict[object, Node]) -> list[Node]:
+    """Those where the sums are smallest, and the one that slices nothing."""
+    return sorted(nodes.values(), key=lambda node: (bool(node.ops), node.local))[:SUMMED_TYPES]
+
+
+def _reduced_whole(space: Space, node: Node) -> Node:
+    """All summed at once and left whole: the way where a tile does not divide among the summands."""
+    block = space.block(space.reduced)
+    rounds = sum(size - 1 for size in block.sizes)
+    nbytes = 2 * node.local * (block.members - 1) / block.members
+    price = node.price + 2 * rounds * block.latency + nbytes * block.pace
+    return node._replace(price=price, ops=(*node.ops, Op("all_reduce", space.reduced)))
 
 
 def _rise(space: Space) -> dict[object, Node]:
@@ -229,6 +252,7 @@ def _push_all(
     """Every way to push some of the atoms (or, `whole`, all of them) on the dims, fewest pushes first."""
     rank = len(space.shape)
     likes = {atom: _like(space, atom) for atom in atoms}
+    uniform = len({*space.pace}) <= 1 and len({*space.latency}) <= 1
     level: dict[object, Node] = {space.key(start.dims): start}
     found = dict(level)
     for _ in atoms:
@@ -246,15 +270,20 @@ def _push_all(
                         continue
                     dims = node.dims[:dim] + ((*node.dims[dim], atom),) + node.dims[dim + 1 :]
                     key = space.key(dims)
-                    if key in wider:
-                        continue
+                    known = wider.get(key)
+                    if known is not None and (uniform or known.price <= node.price):
+                        continue  # where links differ, the order of pushes makes a difference
                     counts = node.counts[:dim] + (count,) + node.counts[dim + 1 :]
                     local = space.local(counts)
                     kind, cost = price(node.local, local, atom)
+                    if known is not None and known.price <= node.price + cost:
+                        continue
                     wider[key] = Node(dims, counts, local, node.price + cost, 0.0, (*node.ops, Op(kind, (atom,), dim)))
+        if whole and len(wider) > LABEL_TYPES:  # of ways to place the same atoms keep the cheapest
+            wider = dict(sorted(wider.items(), key=lambda item: item[1].price)[:LABEL_TYPES])
         level = wider
         found.update(wider)
-        if not space.by_size and len(found) > LABEL_TYPES and len(space.sizes) > EXACT_ATOMS and not whole:
+        if len(space.sizes) > EXACT_ATOMS and not whole and len(found) > (SIZE_TYPES if space.by_size else LABEL_TYPES):
             break
     return level if whole else found
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
-from scrimp.cluster import Cluster
+from scrimp.cluster import Cluster, Link
 from scrimp.layout import Layout, Mesh
 from scrimp.move._atoms import Atoms
 from scrimp.move._program import FLAT, Step
 from scrimp.move._search import Op, Path
 from scrimp.move._tiles import missing_numel, sources, tiles
 
+Call = tuple[str, int, tuple[str, ...]]  # kind, dim, axes
 
-def steps_of(path: Path, atoms: Atoms, start: Layout) -> tuple[Step, ...]:
-    """The steps of a path, sub-axes merged into calls over products of axes."""
+
+def steps_of(path: Path, atoms: Atoms, start: Layout, links: Callable[[str], Link] | None = None) -> tuple[Step, ...]:
+    """The steps of a path, sub-axes merged into calls over products of axes. With `links` only axes of the same link are
+    merged, since a call over a slow and a fast axis goes at the pace of the slow one; sums begin with the fast links,
+    while the array is large, and gathers with the slow ones, while it is small."""
     steps: list[Step] = []
     here = start
 
@@ -34,8 +38,15 @@ def steps_of(path: Path, atoms: Atoms, start: Layout) -> tuple[Step, ...]:
         steps.append(Step(kind=kind, before=here, after=after, axes=axes, dim=dim, to_dim=to_dim))
         here = after
 
-    for kind, dim, axes in _by_dim(path.before, "slice", atoms) + _by_dim(path.before, "reduce_scatter", atoms):
+    sums = _by_dim(path.before, "reduce_scatter", atoms, links)
+    if links:
+        sums = _interleaved(sums, lambda axis: -links(axis).bytes_per_second)
+    for kind, dim, axes in _by_dim(path.before, "slice", atoms, None) + sums:
         add(kind, axes, dim)
+    for op in path.before:
+        if op.kind == "all_reduce":
+            steps.append(all_reduce_step(here, atoms.axes(op.atoms)))
+            here = steps[-1].after
     for op in path.before:
         if op.kind == "all_to_all":
             add("all_to_all", atoms.axes(op.atoms), op.dim, op.to_dim)
@@ -48,19 +59,43 @@ def steps_of(path: Path, atoms: Atoms, start: Layout) -> tuple[Step, ...]:
             add("all_to_all", atoms.axes(op.atoms), op.dim, op.to_dim)
     # Ops after the middle were found from the end: the last push there is the first gather, and the top of its stack.
     # Dim 0 comes last, where the array is largest, since a gather on dim 0 lands in place without a copy.
-    gathers = _by_dim(tuple(reversed(path.after)), "all_gather", atoms)
-    for kind, dim, axes in sorted(gathers, key=lambda gather: -gather[1]):
+    gathers = _by_dim(tuple(reversed(path.after)), "all_gather", atoms, links)
+    gathers.reverse()  # the top of a stack first
+    gathers.sort(key=lambda gather: -gather[1])
+    if links:
+        gathers = _interleaved(gathers, lambda axis: links(axis).bytes_per_second)
+    for kind, dim, axes in gathers:
         add(kind, axes, dim)
     return tuple(_join_all_reduces(steps))
 
 
-def _by_dim(ops: Sequence[Op], kind: str, atoms: Atoms) -> list[tuple[str, int, tuple[str, ...]]]:
-    """The pushes of one kind, those on one dim together."""
-    stacks: dict[int, tuple[str, ...]] = {}
+def _interleaved(calls: list[Call], key: Callable[[str], float]) -> list[Call]:
+    """Calls on one dim stay in order; of the dims, the one whose next call has the least key goes next."""
+    left = list(calls)
+    out = []
+    while left:
+        heads = {dim: call for call in reversed(left) for dim in [call[1]]}  # the first call of each dim
+        best = min(heads.values(), key=lambda call: (key(call[2][0]), left.index(call)))
+        left.remove(best)
+        out.append(best)
+    return out
+
+
+def _by_dim(ops: Sequence[Op], kind: str, atoms: Atoms, links: Callable[[str], Link] | None) -> list[Call]:
+    """The pushes of one kind, those on one dim together as far as they may be; bottom of the stack first."""
+    stacks: dict[int, list[tuple[str, ...]]] = {}
+    order: list[tuple[int, int]] = []
     for op in ops:
-        if op.kind == kind:
-            stacks[op.dim] = stacks.get(op.dim, ()) + atoms.axes(op.atoms)
-    return [(kind, dim, axes) for dim, axes in stacks.items()]
+        if op.kind != kind:
+            continue
+        for axis in atoms.axes(op.atoms):
+            runs = stacks.setdefault(op.dim, [])
+            if runs and (links is None or links(runs[-1][-1]) == links(axis)):
+                runs[-1] += (axis,)
+            else:
+                order.append((op.dim, len(runs)))
+                runs.append((axis,))
+    return [(kind, dim, stacks[dim][run]) for dim, run in order]
 
 
 def _join_all_reduces(steps: list[Step]) -> list[Step]:

@@ -61,10 +61,11 @@ def _synthesize(
     candidates: list[Program] = []
     if padded is not None:
         for atoms, path in _paths(shape, padded, mesh, start, end, cluster, ITEMSIZE[dtype]):
-            steps = steps_of(path, atoms, start)
-            candidates.append(program(steps, padded))
-            if direct and sum(step.kind in FLAT for step in steps) > 1:
-                candidates.append(program(fused(steps), padded))
+            for links in (None, lambda axis: cluster.link([axis])) if cluster.axes else (None,):
+                steps = steps_of(path, atoms, start, links)
+                candidates.append(program(steps, padded))
+                if direct and sum(step.kind in FLAT for step in steps) > 1:
+                    candidates.append(program(fused(steps), padded))
     if direct or not candidates:
         candidates.append(_direct_program(program, candidates, shape, padded, start, end))
     candidates = [c for c in candidates if c.peak_numel <= c.cap_numel]
@@ -96,7 +97,8 @@ def _paths(
     summed = src.partial != dst.partial
     if not summed:
         path = shortcut(space(primes))
-        if path is not None and not cluster.axes:
+        silent = path is not None and path.relabel is None and all(op.kind == "slice" for op in path.before + path.after)
+        if path is not None and (silent or not cluster.axes):
             return [(primes, path)]
     at_least = 1.0 if not summed and not cluster.axes else 0.0
     if len(primes.names) <= EXACT_ATOMS:

@@ -24,13 +24,14 @@ from scrimp.move._routes import routes_between
 def run(program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False) -> torch.Tensor:
     """This rank's tile in the target layout. Group rank i is mesh rank i; `group` may be a DeviceMesh of the mesh's
     shape. A donated input loses its storage if it owns all of it. A program without steps returns its input."""
-    return run_in_step([program], [local], group=group, donate=donate)[0]
+    return run_in_step([program], [local], group=group, donate=[donate])[0]
 
 
 def run_in_step(
-    programs: Sequence[Program], locals_: Sequence[torch.Tensor], *, group: Any = None, donate: bool = False
+    programs: Sequence[Program], locals_: Sequence[torch.Tensor], *, group: Any = None, donate: Sequence[bool] = ()
 ) -> list[torch.Tensor]:
-    """Run programs on one mesh side by side: what their steps ask for at the same moment is sent in one call."""
+    """Run programs on one mesh side by side: what their steps ask for at the same moment is sent in one call. `donate`
+    says of each input whether it may lose its storage; none may, if it is empty."""
     comm = comm_for(programs[0].mesh, group)
     if comm is None or not any(program.steps for program in programs):
         rank = 0 if comm is None else comm.rank
@@ -41,11 +42,14 @@ def run_in_step(
     with torch.no_grad():
         where = ["comparing the program over the ranks"]
         try:
-            load = agree(comm, programs, locals_)
-            holders = [Holder(local, donate=donate and bool(p.steps)) for p, local in zip(programs, locals_, strict=True)]
+            locals_ = [local.resolve_conj().resolve_neg() for local in locals_]
+            load, tag = agree(comm, programs, locals_)
+            given = donate or [False] * len(programs)
+            holders = [Holder(local, donate=d and bool(p.steps)) for p, local, d in zip(programs, locals_, given, strict=True)]
             pending = [_steps(p, comm, h, load, where) for p, h in zip(programs, holders, strict=True)]
             while pending:
-                pending = _serve_next(comm, pending)
+                pending = _serve_next(comm, pending, tag)
+                tag += 1
         except (RuntimeError, ValueError) as error:
             raise MoveError(
                 f"mesh rank {comm.rank} of {len(comm.ranks)} failed in {where[0]}: {str(error).strip() or repr(error)}. "
@@ -56,7 +60,7 @@ def run_in_step(
         ]
 
 
-def _serve_next(comm: Comm, pending: list[Iterator[Request]]) -> list[Iterator[Request]]:
+def _serve_next(comm: Comm, pending: list[Iterator[Request]], tag: int) -> list[Iterator[Request]]:
     """Serve what each run asks for next; the runs that asked. No request outlives this: it would hold its tensors."""
     requests, asked = [], []
     for steps in pending:
@@ -64,7 +68,7 @@ def _serve_next(comm: Comm, pending: list[Iterator[Request]]) -> list[Iterator[R
         if request is not None:
             requests.append(request)
             asked.append(steps)
-    comm.serve(requests)
+    comm.serve(requests, tag)
     return asked
 
 
@@ -91,14 +95,25 @@ def run_between(
     if comm is None:
         return local
     rank = comm.rank
-    if tuple(local.shape) != tuple(stop - start for start, stop in before[rank]):
-        raise MoveError(f"mesh rank {rank} gave a tensor of shape {tuple(local.shape)} for its box {before[rank]}")
+    shape = tuple(stop - start for start, stop in before[rank])
     with torch.no_grad():
-        if key not in comm.agreed:
-            compare(comm, [int(key[:15], 16)], local.device, f"a direct exchange on {mesh} from {before} to {after}")
-            comm.agreed[key] = 1
-        holder = Holder(local, donate=False)
-        pending = [execute_between(mesh, routes_between(before, after, rank), rank, holder, sums)]
-        while pending:
-            pending = _serve_next(comm, pending)
+        try:
+            local = local.resolve_conj().resolve_neg()
+            tag = int(key[:7], 16)
+            if key not in comm.agreed:
+                what = f"a direct exchange on {mesh} from {before} to {after}"
+                rows = compare(comm, [int(key[:15], 16), int(tuple(local.shape) == shape)], local.device, what)
+                bad = [other for other, row in enumerate(rows) if not row[1]]
+                if bad:
+                    raise MoveError(f"mesh rank {bad[0]} gave a tensor that does not fit its box {before[bad[0]]}")
+                comm.agreed[key] = 1
+            elif tuple(local.shape) != shape:
+                raise MoveError(f"mesh rank {rank} gave a tensor of shape {tuple(local.shape)} for its box {before[rank]}")
+            holder = Holder(local, donate=False)
+            pending = [execute_between(mesh, routes_between(before, after, rank), rank, holder, sums)]
+            while pending:
+                pending = _serve_next(comm, pending, tag)
+                tag += 1
+        except (RuntimeError, ValueError) as error:
+            raise MoveError(f"mesh rank {rank} of {len(comm.ranks)} failed in a direct exchange on {mesh}: {error}") from error
         return holder.finish()
