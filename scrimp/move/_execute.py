@@ -80,7 +80,12 @@ def execute(program: Program, step: Step, rank: int, holder: Holder, *, order: O
     elif step.kind == "reduce_scatter" and order:
         yield from _native_reduce_scatter(holder, part, order(members), rank)
     elif step.kind == "reduce_scatter":
-        yield from _reduce_scatter(holder, part, members, rank)
+        largest = step.after.local_numel(program.shape, program.mesh, program.padded)
+        per_round = max(1, program.cap_numel // max(largest, 1))
+        if per_round < len(members):
+            yield from _reduce_scatter_in_rounds(holder, part, members, rank, per_round)
+        else:
+            yield from _reduce_scatter(holder, part, members, rank)
     elif step.kind == "all_gather" and order:
         yield from _native_all_gather(holder, part, order(members))
     elif step.kind in ("exchange", "direct") and load > 1:
@@ -169,6 +174,26 @@ def _reduce_scatter(holder: Holder, part: Routes, members: tuple[int, ...], rank
     sends.clear()
     holder.release()
     holder.array = torch.sum(summands, 0, dtype=summands.dtype)
+
+
+def _reduce_scatter_in_rounds(
+    holder: Holder, part: Routes, members: tuple[int, ...], rank: int, per_round: int
+) -> Iterator[Request]:
+    """The same where the summands of all members together are more than a tile (a dim shorter than the axis): in each
+    round some members send, and everyone adds what it got."""
+    parts = [Part(peer, _copy(_view(holder.array, box, part.before))) for peer, box in part.sends]
+    total = _copy(_view(holder.array, part.kept, part.before))
+    holder.release()
+    for start in range(0, len(members), per_round):
+        senders = members[start : start + per_round]
+        givers = [member for member in senders if member != rank and total.numel()]
+        summands = [Part(member, torch.empty_like(total)) for member in givers]
+        yield Exchange(sends=parts if rank in senders else [], receives=summands)
+        while summands:  # no name may keep one alive into the next round
+            total += summands.pop(0).piece
+        if rank in senders:
+            parts.clear()
+    holder.array = total
 
 
 def _native_reduce_scatter(holder: Holder, part: Routes, members: tuple[int, ...], rank: int) -> Iterator[Request]:
