@@ -1,5 +1,7 @@
 """The one family of errors. A message says what, where, the numbers on both sides, and what to try."""
 
+from collections.abc import Mapping
+
 
 class ScrimpError(Exception):
     """Base of every error scrimp raises on purpose."""
@@ -23,3 +25,9 @@ class RunError(ScrimpError):
 
 class CheckpointError(ScrimpError):
     """A checkpoint that is missing, damaged, or of another model."""
+
+
+def check_format(data: Mapping[str, object], name: str, version: int, error: type[ScrimpError]) -> None:
+    """Refuse a file of another kind, or of a version this scrimp does not know, by name."""
+    if (data.get("format"), data.get("version")) != (name, version):
+        raise error(f"this is {data.get('format')} version {data.get('version')}, but this scrimp reads {name} version {version}")

@@ -11,6 +11,7 @@ from scrimp.ext.ranks import RankFailure, RankPool, pool
 from tests import engine_jobs as jobs
 
 
+# Not the MoE: its balancing loss is no mean over samples, so ranks rightly differ from one process.
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     ("name", "optimizer", "clip", "recompute"),
@@ -21,12 +22,9 @@ from tests import engine_jobs as jobs
         ("bert-tiny", "sgd", None, "none"),
         # not AdamW: the gradient of a key's bias is zero but for rounding, and AdamW makes full steps of that noise
         ("vit-tiny", "sgd", None, "none"),
-        ("moe-tiny", "sgd", 0.5, "none"),
     ],
 )
 def test_ranks_equal_one_process(world: int, name: str, optimizer: str, clip: float | None, recompute: str) -> None:
-    if name == "moe-tiny":
-        pytest.skip("its balancing loss is no mean over samples, so ranks rightly differ from one process")
     settings = {"precision": "fp32", "clip_norm": clip, "recompute": recompute, "chunk_numel": 5000}
     answers = pool(world).run(jobs.train, name, 10, optimizer, settings, timeout_seconds=300)
     want = jobs.plain(name, 10, optimizer, clip)

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scrimp.errors import CheckpointError
+from scrimp.errors import CheckpointError, check_format
 
 FORMAT, VERSION = "scrimp.checkpoint", 1
 NAME = "manifest.json"
@@ -60,8 +60,8 @@ class Manifest:
             raise CheckpointError(f"{folder} has no {NAME}: it is no checkpoint, or one that was never completed") from None
         except json.JSONDecodeError as error:
             raise CheckpointError(f"{folder / NAME} is damaged: {error}") from None
-        if data.pop("format", None) != FORMAT or (version := data.pop("version", None)) != VERSION:
-            raise CheckpointError(f"{folder} is not {FORMAT} version {VERSION}, which this scrimp reads, but version {version}")
+        check_format(data, FORMAT, VERSION, CheckpointError)
+        del data["format"], data["version"]
         entries = {
             name: Entry(**{**row, "shape": tuple(row["shape"]), "extents": tuple(Extent(**e) for e in row["extents"])})
             for name, row in data.pop("entries").items()

@@ -66,15 +66,6 @@ class ChunkTable:
     def padding(self) -> int:
         return sum(layer.padding for layer in self.layers)
 
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each layer's space begins in an arena that holds them all."""
-        starts, position = [], 0
-        for layer in self.layers:
-            starts.append(position)
-            position += layer.numel
-        return tuple(starts)
-
     def chunks(self, layer: int) -> Iterator[tuple[int, int]]:
         """The [start, stop) of each chunk of a layer, in the layer's space."""
         numel = self.layers[layer].numel

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scrimp.errors import ScrimpError
+from scrimp.errors import ScrimpError, check_format
 
 FORMAT, VERSION = "scrimp.cluster", 1
 
@@ -68,8 +68,5 @@ class Cluster:
     @classmethod
     def from_json(cls, text: str) -> Cluster:
         data: dict[str, Any] = json.loads(text)
-        if data.get("format") != FORMAT or data.get("version") != VERSION:
-            raise ScrimpError(
-                f"this is {data.get('format')} version {data.get('version')}, but this scrimp reads {FORMAT} version {VERSION}"
-            )
+        check_format(data, FORMAT, VERSION, ScrimpError)
         return cls(default=Link(**data["default"]), axes=tuple((name, Link(**row)) for name, row in data["axes"].items()))

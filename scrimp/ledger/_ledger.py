@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scrimp.errors import ScrimpError
+from scrimp.errors import ScrimpError, check_format
 from scrimp.ledger._sizes import format_nbytes
 
 FORMAT, VERSION = "scrimp.ledger", 1
@@ -77,10 +77,7 @@ class Ledger:
     @classmethod
     def from_json(cls, text: str) -> Ledger:
         data = json.loads(text)
-        if data.get("format") != FORMAT or data.get("version") != VERSION:
-            raise ScrimpError(
-                f"this is {data.get('format')} version {data.get('version')}, but this scrimp reads {FORMAT} version {VERSION}"
-            )
+        check_format(data, FORMAT, VERSION, ScrimpError)
         now: Mapping[str, int] = data["now"]
         peak = Snapshot(by_kind=tuple(data["peak"]["by_kind"].items()), when=data["peak"]["when"])
         return cls(tier=data["tier"], now=dict(now), total_nbytes=sum(now.values()), peak=peak)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from scrimp.errors import MoveError
+from scrimp.errors import MoveError, check_format
 from scrimp.layout import Layout, Mesh
 from scrimp.layout._layout import merge_axes
 from scrimp.move._dtypes import ITEMSIZE
@@ -155,10 +155,7 @@ class Program:
     @classmethod
     def from_json(cls, text: str) -> Program:
         data = json.loads(text)
-        if data.get("format") != FORMAT or data.get("version") != VERSION:
-            raise MoveError(
-                f"this is {data.get('format')} version {data.get('version')}, but this scrimp reads {FORMAT} version {VERSION}"
-            )
+        check_format(data, FORMAT, VERSION, MoveError)
 
         def step(row: dict[str, Any]) -> Step:
             layouts = {"before": Layout.parse(row["before"]), "after": Layout.parse(row["after"])}
