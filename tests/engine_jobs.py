@@ -26,7 +26,8 @@ def train(name: str, steps: int, optimizer: str, settings: dict, device: str = "
     for step in range(steps):
         batch = zoo.example_batch(name, batch=8, step=step)
         engine.step(*(tensor.chunk(world)[rank] for tensor in batch))
-    state = {key: value.clone() for key, value in engine.state_dict().items()}
+    state = dict(engine.iter_state())
+    assert engine.state_dict().keys() == (state.keys() if rank == 0 else set())
     return state, engine.ledger.peak_nbytes, engine.store.host_nbytes(), engine.budget.device_nbytes
 
 
@@ -61,13 +62,14 @@ def load_state(name: str, settings: dict, folder: str) -> dict:
     torch.manual_seed(1)
     engine = Engine(zoo.build(name), optimizer=AdamW(lr=1e-2), memory=Memory(device="1GiB"), device="cpu", **settings)
     engine.load(folder)
-    state = {f"{key}.master": value for key, value in engine.state_dict().items()}
+    state = {f"{key}.master": value for key, value in engine.iter_state()}
     for index, layer in enumerate(engine.store.table.layers):
         for slot in layer.slots:
-            for k in range(len(engine.store.states)):
+            for k in range(engine.store.states):
                 full = torch.zeros(slot.numel)
-                for piece in engine.store.pieces(index, slot):
-                    full[piece.inside] = piece.states[k]
+                with engine.store.opened(index) as data:
+                    for piece in data.pieces(slot):
+                        full[piece.inside] = piece.states[k]
                 state[f"{slot.name}.{k}"] = engine.wire.sum(full)
     state["steps"] = torch.tensor(engine.steps)
     return state
@@ -80,20 +82,20 @@ def fault(kind: str) -> str:
     rank = dist.get_rank()
     batch = zoo.example_batch("gpt-tiny", batch=2, step=0)
     engine.step(*batch)
-    before = engine.state_dict()
+    before = dict(engine.iter_state())
     if kind == "nan":
         if rank == 1:
             place = engine.store.land
 
-            def poison(layer: int, slot: object, gradient: torch.Tensor) -> None:
+            def poison(layer: int, slot: object, gradient: torch.Tensor, *, first: bool) -> None:
                 spoiled = gradient * float("nan") if getattr(slot, "name", "") == "blocks.1.norm1.weight" else gradient
-                place(layer, slot, spoiled)  # type: ignore[arg-type]
+                place(layer, slot, spoiled, first=first)  # type: ignore[arg-type]
 
             engine.store.land = poison  # type: ignore[method-assign]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             engine.step(*batch)
-        same = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+        same = all(torch.equal(value, before[name]) for name, value in engine.iter_state())
         words = [str(w.message) for w in caught if "not finite" in str(w.message)]
         return f"skipped={engine.skipped} same={same} {words}"
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def train_fp32(
     return model.state_dict(), losses
 
 
-def train_bf16(
+def train_16(
+    dtype: torch.dtype,
     model: nn.Module,
     batches: list[Batch],
     make: MakeOptimizer,
@@ -49,34 +51,46 @@ def train_bf16(
     accumulate: int = 1,
     loss_of: Callable[[Any], torch.Tensor] = lambda out: out,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """bf16 copies of the weights make bf16 gradients; those are cast to fp32 for masters that a fused AdamW updates."""
+    """16-bit copies of the weights make 16-bit gradients; those are cast to fp32 for masters that a fused optimizer
+    updates. In fp16 the loss is scaled, and the scale halves when a gradient overflows."""
     model = copy.deepcopy(model).train()
     masters: dict[nn.Parameter, torch.Tensor] = {}
+    statistics = {id(p) for m in model.modules() if getattr(m, "running_mean", None) is not None for p in m.parameters()}
     for parameter in model.parameters():
         masters[parameter] = parameter.detach().float().clone().requires_grad_(parameter.requires_grad)
-        parameter.data = parameter.data.to(torch.bfloat16)
+        if id(parameter) not in statistics:  # BatchNorm stays in fp32
+            parameter.data = parameter.data.to(dtype)
     trained = [master for parameter, master in masters.items() if parameter.requires_grad]
     optimizer = make(trained)
     losses = []
+    scale = 2.0**16 if dtype == torch.float16 else 1.0
     for batch in batches:
         parts = []
         for k in range(accumulate):
-            loss = loss_of(model(*(_bf16(tensor.chunk(accumulate)[k]) for tensor in batch)))
-            (loss / accumulate if accumulate > 1 else loss).backward()
+            loss = loss_of(model(*(_cast(tensor.chunk(accumulate)[k], dtype) for tensor in batch)))
             parts.append(loss.detach())
+            loss = loss * scale if scale != 1 else loss
+            (loss / accumulate if accumulate > 1 else loss).backward()
+        losses.append(float(torch.stack(parts).float().mean()))
         for parameter, master in masters.items():
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            master.grad = None if parameter.grad is None else parameter.grad.float() / scale
             parameter.grad = None
+        if scale != 1 and not all(master.grad.isfinite().all() for master in trained if master.grad is not None):
+            scale /= 2
+            continue
         if clip is not None:
             nn.utils.clip_grad_norm_(trained, clip)
         optimizer.step()
         for parameter, master in masters.items():
             parameter.data.copy_(master.data)
-        losses.append(float(torch.stack(parts).float().mean()))
     state = model.state_dict(keep_vars=True)
     by_id = {id(parameter): master.detach() for parameter, master in masters.items() if parameter.requires_grad}
     return {name: by_id.get(id(value), value.detach()) for name, value in state.items()}, losses
 
 
-def _bf16(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+train_bf16 = partial(train_16, torch.bfloat16)
+train_fp16 = partial(train_16, torch.float16)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from scrimp.checkpoint._manifest import Manifest, checksum
+from scrimp.checkpoint._manifest import Entry, Manifest, checksum
 from scrimp.checkpoint._save import ASIDE
+from scrimp.chunks._home import Piece
 from scrimp.chunks._store import Store
 from scrimp.errors import CheckpointError
 
-Loaded = tuple[Manifest, torch.Tensor | None, dict[str, torch.Tensor]]
+Loaded = tuple[Manifest, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def load(folder: str | Path, store: Store, *, optimizer: str) -> Loaded:
@@ -36,35 +37,37 @@ def load(folder: str | Path, store: Store, *, optimizer: str) -> Loaded:
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(where / name, "pt")) for name, _ in manifest.files]
         for index, layer in enumerate(store.table.layers):
-            for slot in layer.slots:
-                for piece in store.pieces(index, slot):
-                    for extent in manifest.entries[slot.name].extents:
-                        begin = max(extent.start, piece.inside.start)
-                        end = min(extent.start + extent.length, piece.inside.stop)
-                        if begin < end:
-                            into = slice(begin - piece.inside.start, end - piece.inside.start)
-                            _read(files[extent.rank], manifest, extent, begin, end, piece, into, slot.trainable)
+            with store.opened(index, write=True) as data:
+                for slot in layer.slots:
+                    for piece in data.pieces(slot):
+                        _fill(files, manifest.entries[slot.name], piece)
         same = len(manifest.files) == store.wire.world
-        rng = files[store.wire.rank].get_tensor("rng") if same else None
-        prefix = "buffer."
-        names = [key for key in files[0].keys() if key.startswith(prefix)]  # noqa: SIM118 - a file handle is no dict
-        buffers = {key.removeprefix(prefix): files[0].get_tensor(key) for key in names}
+        rng = _named(files[store.wire.rank], "rng.") if same else {}
+        buffers = _named(files[0], "buffer.")
     return manifest, rng, buffers
 
 
-def _read(file: Any, manifest: Manifest, extent: Any, begin: int, end: int, piece: Any, into: slice, trainable: bool) -> None:
-    offset, length = begin - extent.start, end - begin
+def _named(file: Any, prefix: str) -> dict[str, torch.Tensor]:
+    names = [key for key in file.keys() if key.startswith(prefix)]  # noqa: SIM118 - a file handle is no dict
+    return {key.removeprefix(prefix): file.get_tensor(key) for key in names}
 
-    def part(name: str, start: int) -> torch.Tensor:
-        values: torch.Tensor = file.get_slice(name)[start + offset : start + offset + length]
-        return values
 
-    piece.weight[into].copy_(part("weights", extent.weight))
-    if trainable:
-        if manifest.precision != "fp32":
-            piece.master[into].copy_(part("master", extent.trained))
-        for k, state in enumerate(piece.states):
-            state[into].copy_(part(f"state-{k}", extent.trained))
+def _fill(files: list[Any], entry: Entry, piece: Piece) -> None:
+    """A piece from all extents that it shares elements with."""
+    for extent in entry.extents:
+        begin = max(extent.start, piece.inside.start)
+        end = min(extent.start + extent.length, piece.inside.stop)
+        if begin >= end:
+            continue
+        into = slice(begin - piece.inside.start, end - piece.inside.start)
+        out = slice(extent.place + begin - extent.start, extent.place + end - extent.start)
+        file = files[extent.rank]
+        piece.weight[into].copy_(file.get_slice(f"weights.{entry.layer}")[out])
+        if entry.trainable:
+            if not entry.own_master:
+                piece.master[into].copy_(file.get_slice(f"master.{entry.layer}")[out])
+            for k, state in enumerate(piece.states):
+                state[into].copy_(file.get_slice(f"state-{k}.{entry.layer}")[out])
 
 
 def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> None:
@@ -78,8 +81,8 @@ def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> N
         raise CheckpointError(f"{where} holds another model: missing {missing[:3]}, not known {extra[:3]}, different {other[:3]}")
     if manifest.precision != store.precision:
         raise CheckpointError(f"{where} was saved in {manifest.precision}, the engine runs in {store.precision}")
-    if (manifest.optimizer, manifest.states) != (optimizer, len(store.states)):
+    if (manifest.optimizer, manifest.states) != (optimizer, store.states):
         raise CheckpointError(
             f"{where} was saved with {manifest.optimizer} of {manifest.states} states, "
-            f"the engine has {optimizer} of {len(store.states)}"
+            f"the engine has {optimizer} of {store.states}"
         )

@@ -1,7 +1,7 @@
 """What a checkpoint folder says of itself: one JSON file, written last.
 
-Every rank's file holds its arenas as they are; the manifest says which part of which parameter lies where in them, so
-that a reader with other chunks or another number of ranks can take just what it needs.
+Every rank's file holds its homes as they are, layer by layer; the manifest says which part of which parameter lies where
+in them, so that a reader with other chunks or another number of ranks can take just what it needs.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ NAME = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """Elements [start, start + length) of a parameter, in a rank's file: at `weight` of its weights, and at `trained` of
-    its masters and states (-1 for what is not trained)."""
+    """Elements [start, start + length) of a parameter, in a rank's file: from `place` on in each of its layer's tensors."""
 
     start: int
     length: int
     rank: int
-    weight: int
-    trained: int
+    place: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A parameter: its shape, whether it is trained, how often it was updated, and where its elements are."""
+    """A parameter: its shape, whether it is trained and is its own master, how often it was updated, and where its
+    elements are: in the tensors of layer `layer`."""
 
     shape: tuple[int, ...]
     trainable: bool
+    own_master: bool
     count: int
+    layer: int
     extents: tuple[Extent, ...]
 
 
@@ -46,6 +47,7 @@ class Manifest:
     states: int
     steps: int
     skipped: int
+    loss_scale: tuple[float, int]
     files: tuple[tuple[str, str], ...]  # name, checksum
     entries: dict[str, Entry]
 
@@ -70,7 +72,8 @@ class Manifest:
         for name, _ in files:
             if Path(name).name != name:
                 raise CheckpointError(f"{folder / NAME} names the file '{name}', which is not in its own folder")
-        return cls(entries=entries, files=files, **data)
+        value, good = data.pop("loss_scale")
+        return cls(entries=entries, files=files, loss_scale=(value, good), **data)
 
 
 def checksum(path: Path) -> bytes:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from scrimp.checkpoint._manifest import NAME, Entry, Extent, Manifest, checksum
+from scrimp.checkpoint._manifest import NAME, Entry, Extent, Manifest
+from scrimp.checkpoint._write import Named, write
 from scrimp.chunks._store import Store
 
 ASIDE, UNFINISHED = ".previous", ".unfinished"
@@ -28,7 +29,8 @@ def save(
     steps: int,
     skipped: int,
     counts: Mapping[str, int],
-    rng: torch.Tensor,
+    loss_scale: tuple[float, int],
+    rng: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> None:
     goal = Path(folder)
@@ -39,25 +41,18 @@ def save(
         work.mkdir(parents=True)
     wire.meet()
     name = f"rank-{wire.rank}.safetensors"
-    tensors = {"weights": store.weights, "rng": rng}
-    if not store.own_master:
-        tensors["master"] = store.master
-    tensors.update({f"state-{k}": state for k, state in enumerate(store.states)})
-    if wire.rank == 0:  # buffers are the same everywhere, as DDP has them
-        tensors.update({f"buffer.{key}": buffer.detach().cpu().clone() for key, buffer in buffers.items()})
-    save_file(tensors, work / name)
+    mine = write(work / name, _tensors(store, rng, buffers))
     _flush(work / name)
-    checksums = torch.empty(32 * wire.world, dtype=torch.uint8)
-    wire.gather(torch.frombuffer(bytearray(checksum(work / name)), dtype=torch.uint8), checksums)
+    checksums = wire.every(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     if wire.rank == 0:
-        rows = checksums.view(wire.world, 32)
         manifest = Manifest(
             precision=store.precision,
             optimizer=optimizer,
-            states=len(store.states),
+            states=store.states,
             steps=steps,
             skipped=skipped,
-            files=tuple((f"rank-{rank}.safetensors", bytes(rows[rank].tolist()).hex()) for rank in range(wire.world)),
+            loss_scale=loss_scale,
+            files=tuple((f"rank-{rank}.safetensors", bytes(checksums[rank].tolist()).hex()) for rank in range(wire.world)),
             entries=_entries(store, counts),
         )
         (work / NAME).write_text(manifest.to_json())
@@ -66,23 +61,53 @@ def save(
     wire.meet()
 
 
+def _tensors(store: Store, rng: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Iterator[Named]:
+    """What this rank writes, each tensor made when its turn comes."""
+    for key, state in rng.items():
+        yield f"rng.{key}", state.dtype, tuple(state.shape), partial(_on_host, state)
+    if store.wire.rank == 0:  # buffers are the same everywhere, as DDP has them
+        for key, buffer in buffers.items():
+            yield f"buffer.{key}", buffer.dtype, tuple(buffer.shape), partial(_on_host, buffer)
+    for layer in range(len(store.table.layers)):
+        trained = (store.shards.trained_numel(layer),)
+        wide = store.dtype_of(layer) == torch.float32
+        yield f"weights.{layer}", store.dtype_of(layer), (store.shards.numel(layer),), _part(store, layer, "weights")
+        if not wide:
+            yield f"master.{layer}", torch.float32, trained, _part(store, layer, "master")
+        for k in range(store.states):
+            yield f"state-{k}.{layer}", torch.float32, trained, _part(store, layer, k)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
+
+
+def _part(store: Store, layer: int, which: str | int) -> Callable[[], torch.Tensor]:
+    def make() -> torch.Tensor:
+        with store.opened(layer) as data:
+            tensor: torch.Tensor = data.states[which] if isinstance(which, int) else getattr(data, which)
+            return _on_host(tensor)
+
+    return make
+
+
 def _entries(store: Store, counts: Mapping[str, int]) -> dict[str, Entry]:
     entries = {}
     for index, layer in enumerate(store.table.layers):
         for slot in layer.slots:
             extents = tuple(
-                Extent(
-                    start=inside.start,
-                    length=inside.stop - inside.start,
-                    rank=rank,
-                    weight=weight.start,
-                    trained=trained.start if slot.trainable else -1,
-                )
+                Extent(start=inside.start, length=inside.stop - inside.start, rank=rank, place=span.start)
                 for rank in range(store.wire.world)
-                for inside, weight, trained in store.shards.of_rank(rank).pieces(index, slot)
+                for inside, span in store.shards.of_rank(rank).pieces(index, slot)
             )
-            count = counts.get(slot.name, 0)
-            entries[slot.name] = Entry(shape=slot.shape, trainable=slot.trainable, count=count, extents=extents)
+            entries[slot.name] = Entry(
+                shape=slot.shape,
+                trainable=slot.trainable,
+                own_master=store.dtype_of(index) == torch.float32,
+                count=counts.get(slot.name, 0),
+                layer=index,
+                extents=extents,
+            )
     return entries
 
 

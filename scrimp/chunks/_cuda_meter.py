@@ -1,7 +1,7 @@
-"""The device meter on CUDA: the allocator's own peak counter, read at the moments.
+"""The device meter on CUDA: the allocator's own peak counter, read at the moments and whenever what is held changes.
 
-What everything but the weights took in a moment is the allocator's peak in it, less the weights that were there. The
-counters belong to the host thread's view of the allocator, so no synchronisation is needed to read them.
+What everything but the weights took in between is the allocator's peak, less the weights that were there. The counters are
+the host's view of the allocator, so no synchronisation is needed to read them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 
 from scrimp.ledger import Ledger
 
+HELD = ("parameters", "gradients", "optimizer", "residual", "padding", "buffers")  # what the ledger is told by its owners
+
 
 class CudaMeter:
     """The same interface as `CpuMeter`. The budget is a cap on what the allocator reserves, so that passing it is
@@ -20,7 +22,8 @@ class CudaMeter:
     def __init__(self, ledger: Ledger, budget_nbytes: int, device: torch.device) -> None:
         self.ledger = ledger
         self.device = device
-        self._others = torch.cuda.memory_allocated(device)  # not the engine's: what was there before it
+        self._peak = 0
+        self._others = torch.cuda.memory_allocated(device) - self._held()  # not the engine's: what was there before it
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (budget_nbytes + self._others) / total), device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -31,6 +34,10 @@ class CudaMeter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return None
 
+    @property
+    def live_nbytes(self) -> int:
+        return max(0, torch.cuda.memory_allocated(self.device) - self._others - self._held())
+
     def ignore(self, tensor: torch.Tensor) -> None: ...
 
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None: ...
@@ -39,15 +46,23 @@ class CudaMeter:
 
     def mark_saved(self, tensor: torch.Tensor) -> None: ...
 
-    def reset_peak(self) -> int:
-        """The most that was allocated beside weights and buffers since the last call."""
-        held = sum(self.ledger.now[kind] for kind in ("parameters", "padding", "buffers"))
-        peak = max(0, torch.cuda.max_memory_allocated(self.device) - self._others - held)
+    def before_change(self) -> None:
+        """What is held is about to change: the peak until now belongs to what is held now."""
+        peak = max(0, torch.cuda.max_memory_allocated(self.device) - self._others - self._held())
         torch.cuda.reset_peak_memory_stats(self.device)
+        self._peak = max(self._peak, peak)
         self.ledger.charge("temporaries", peak)  # so that the ledger's own peak knows of it
         self.ledger.free("temporaries", peak)
+
+    def reset_peak(self) -> int:
+        """The most that was allocated beside what is held since the last call."""
+        self.before_change()
+        peak, self._peak = self._peak, 0
         return peak
 
     def close(self) -> None:
         """Lift the cap: it holds for the whole process."""
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def _held(self) -> int:
+        return sum(self.ledger.now[kind] for kind in HELD)

@@ -42,7 +42,9 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """A storage of the engine's own: its owner charges it."""
-        self._known[tensor.untyped_storage()._cdata] = ("", 0)
+        storage = tensor.untyped_storage()
+        self._known[storage._cdata] = ("", 0)
+        weakref.finalize(storage, self._known.pop, storage._cdata, None)
 
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
         if tensor.device.type != "cpu":

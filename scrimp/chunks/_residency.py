@@ -1,74 +1,154 @@
-"""Which layers to hold at each moment: farthest next use goes first (Belady), under a budget that changes over time.
+"""Which layers to hold at each moment: farthest next use goes first (Belady), under a room that changes over time.
 
 A trace is the cyclic sequence of moments of a step: at each, some layers are needed together, and `room` bytes are left
 for weights beside everything else. Between moments a layer that is held costs nothing; a layer that must come costs its
-bytes up. A layer that is dropped costs nothing if the host has its content already (it does, before its gradient).
+bytes up. A layer that is dropped costs nothing: its home has its content (it does, until its gradient lands).
+
+What room is left at a moment is lent: to layers on their way home, so that the next ones need not wait for the copy, and
+to layers of the next moments, which then come while this one computes.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scrimp.errors import FitError
+from scrimp.ledger import format_nbytes
+
+AHEAD = 2  # moments that a fetch may run ahead of its use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """`needs`: layers that must be there; `ends`: layers whose weights are gone after it (their gradient has landed)."""
+    """`needs`: layers that must be there, `empty` those of them of which only the place is needed; `ends`: layers that
+    leave after it (their gradients have landed); `room_nbytes`: for weights."""
 
     needs: tuple[int, ...]
     room_nbytes: int
     ends: tuple[int, ...] = ()
+    empty: tuple[int, ...] = ()
     label: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`drops[i]`: layers to let go of before moment i; `fetches[i]`: layers to bring for it; bytes brought in a step."""
+    """For moment i: `drops[i]` to let go of before it, `fetches[i]` what comes for it, `ahead[i]` what to start bringing
+    during it; `lingers[i]`: layers that ended in the moment before and may stay while they are copied home."""
 
     drops: tuple[tuple[int, ...], ...]
     fetches: tuple[tuple[int, ...], ...]
+    ahead: tuple[tuple[int, ...], ...]
+    lingers: tuple[tuple[int, ...], ...]
     fetched_nbytes: int
+
+
+class _Uses:
+    """When each layer is needed, and when next."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self.total = len(moments)
+        self.at: dict[int, list[int]] = {}
+        for index, moment in enumerate(moments):
+            for layer in moment.needs:
+                self.at.setdefault(layer, []).append(index)
+
+    def next(self, layer: int, now: int) -> int:
+        uses = self.at[layer]
+        k = bisect_right(uses, now)
+        return uses[k] if k < len(uses) else uses[0] + self.total
 
 
 def schedule(moments: Sequence[Moment], nbytes: Sequence[int]) -> Schedule:
     """Simulate two steps and keep the second: what is held at the end of one is held at the start of the next."""
-    uses: dict[int, list[int]] = {}
-    for index, moment in enumerate(moments):
-        for layer in moment.needs:
-            uses.setdefault(layer, []).append(index)
-    total = len(moments)
-
-    def next_use(layer: int, now: int) -> int:
-        later = [use for use in uses[layer] if use > now]
-        return later[0] if later else uses[layer][0] + total
-
+    uses = _Uses(moments)
     held: set[int] = set()
-    drops: list[tuple[int, ...]] = []
-    fetches: list[tuple[int, ...]] = []
     for _ in range(2):
-        drops, fetches = [], []
+        drops: list[tuple[int, ...]] = []
+        fetches: list[tuple[int, ...]] = []
+        used: list[int] = []
         for index, moment in enumerate(moments):
             needed = {*moment.needs}
             room = moment.room_nbytes - sum(nbytes[layer] for layer in needed)
             if room < 0:
                 raise FitError(
-                    f"{moment.label or f'moment {index}'} needs {sum(nbytes[layer] for layer in needed)} bytes of weights, "
-                    f"but {moment.room_nbytes} are left beside activations and buffers"
+                    f"{moment.label or f'moment {index}'} needs {format_nbytes(moment.room_nbytes - room)} of weights, "
+                    f"but {format_nbytes(moment.room_nbytes)} are left beside activations and buffers"
                 )
             dropped = []
-            others = sorted(held - needed, key=lambda layer: (-next_use(layer, index), layer))
+            others = sorted(held - needed, key=lambda layer: (-uses.next(layer, index), layer))
             extra = sum(nbytes[layer] for layer in others)
             while extra > room:
                 layer = others.pop(0)
                 dropped.append(layer)
                 extra -= nbytes[layer]
-            fetches.append(tuple(layer for layer in moment.needs if layer not in held))
+            fetches.append(tuple(layer for layer in moment.needs if layer not in held and layer not in moment.empty))
             drops.append(tuple(dropped))
+            used.append(moment.room_nbytes - room + extra)
             held = ({*others} | needed) - {*moment.ends}
+    lingers = _lingering(moments, nbytes, used)
     return Schedule(
         drops=tuple(drops),
         fetches=tuple(fetches),
+        ahead=_ahead(moments, nbytes, used, fetches),
+        lingers=lingers,
         fetched_nbytes=sum(nbytes[layer] for fetched in fetches for layer in fetched),
     )
+
+
+def _lingering(moments: Sequence[Moment], nbytes: Sequence[int], used: list[int]) -> tuple[tuple[int, ...], ...]:
+    lingers: list[tuple[int, ...]] = [()]
+    for index in range(1, len(moments)):
+        stay = []
+        for layer in moments[index - 1].ends:
+            if used[index] + nbytes[layer] <= moments[index].room_nbytes and layer not in moments[index].needs:
+                used[index] += nbytes[layer]
+                stay.append(layer)
+        lingers.append(tuple(stay))
+    return tuple(lingers)
+
+
+def _ahead(
+    moments: Sequence[Moment], nbytes: Sequence[int], used: list[int], fetches: list[tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    ahead: list[list[int]] = [[] for _ in moments]
+    for index in range(1, len(moments)):
+        for layer in fetches[index]:
+            start = index
+            while (
+                start > max(0, index - AHEAD)
+                and used[start - 1] + nbytes[layer] <= moments[start - 1].room_nbytes
+                and layer not in moments[start - 1].needs
+                and layer not in moments[start - 1].ends
+            ):
+                start -= 1
+                used[start] += nbytes[layer]
+            if start < index:
+                ahead[start].append(layer)
+    return tuple(tuple(layers) for layers in ahead)
+
+
+def least_fetched_nbytes(moments: Sequence[Moment], nbytes: Sequence[int]) -> int:
+    """What any schedule of this trace must fetch in a step, if layers could be held in parts: every byte is a page that
+    is asked for together with its layer, and for pages of one size the farthest next use is the best to drop."""
+    uses = _Uses(moments)
+    held: dict[int, int] = {}
+    fetched = 0
+    for _ in range(2):
+        fetched = 0
+        for index, moment in enumerate(moments):
+            for layer in moment.needs:
+                if layer not in moment.empty:
+                    fetched += nbytes[layer] - held.get(layer, 0)
+                held[layer] = nbytes[layer]
+            over = sum(held.values()) - moment.room_nbytes
+            for layer in sorted({*held} - {*moment.needs}, key=lambda layer: -uses.next(layer, index)):
+                if over <= 0:
+                    break
+                gone = min(over, held[layer])
+                held[layer] -= gone
+                over -= gone
+            for layer in moment.ends:
+                held[layer] = 0
+    return fetched

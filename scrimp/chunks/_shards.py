@@ -1,8 +1,8 @@
-"""Where one rank keeps its part of every chunk.
+"""Which part of every chunk one rank keeps.
 
-Chunk k of a layer has a length that the world divides; rank r keeps its r-th part. A rank's arena holds its parts of all
-chunks of all layers end to end, and the arena of states its parts of the trained chunks. Borders of parts lie on
-64-element borders of the layer, so that no vector lane of an update is ever cut.
+Chunk k of a layer has a length that the world divides; rank r keeps its r-th part. A rank's arenas of a layer hold its
+parts of the layer's chunks end to end; those of masters and states stop after the chunks that hold something trained.
+Borders of parts lie on 64-element borders of the layer, so that no vector lane of an update is ever cut.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Shards:
 
     @cached_property
     def _spans(self) -> tuple[tuple[slice, ...], ...]:
-        """For each layer and chunk this rank's part, in the arena."""
-        layers, position = [], 0
+        """For each layer and chunk this rank's part, in the layer's arenas."""
+        layers = []
         for layer in range(len(self.table.layers)):
-            spans = []
+            spans, position = [], 0
             for start, stop in self.table.chunks(layer):
                 length = (stop - start) // self.world
                 spans.append(slice(position, position + length))
@@ -33,27 +33,13 @@ class Shards:
             layers.append(tuple(spans))
         return tuple(layers)
 
-    @cached_property
-    def _trained_starts(self) -> tuple[int, ...]:
-        """For each layer where its states begin; a layer has states for all chunks that hold something trained."""
-        starts, position = [], 0
-        for layer in range(len(self.table.layers)):
-            starts.append(position)
-            position += self._trained_length(layer)
-        return (*starts, position)
-
     def of_rank(self, rank: int) -> Shards:
         return Shards(table=self.table, world=self.world, rank=rank)
 
-    @property
-    def numel(self) -> int:
-        return self.table.numel // self.world
+    def numel(self, layer: int) -> int:
+        return self.table.layers[layer].numel // self.world
 
-    @property
-    def trained_numel(self) -> int:
-        return self._trained_starts[-1]
-
-    def _trained_length(self, layer: int) -> int:
+    def trained_numel(self, layer: int) -> int:
         trained = self.table.layers[layer].trained
         if self.world == 1:
             return trained
@@ -62,13 +48,8 @@ class Shards:
     def chunks(self, layer: int) -> tuple[slice, ...]:
         return self._spans[layer]
 
-    def trained_position(self, layer: int, shard: slice) -> int:
-        """Where the states of a chunk's part begin."""
-        first = self._spans[layer][0]
-        return int(self._trained_starts[layer] + shard.start - first.start)
-
-    def pieces(self, layer: int, slot: Slot) -> Iterator[tuple[slice, slice, slice]]:
-        """What this rank has of a slot, as spans (in the parameter, in the arena, in the states), joined where they touch."""
+    def pieces(self, layer: int, slot: Slot) -> Iterator[tuple[slice, slice]]:
+        """What this rank has of a slot, as spans (in the parameter, in the arenas), joined where they touch."""
         joined: tuple[int, int, int] | None = None  # start in the parameter, start in the arena, length
         for (start, stop), shard in zip(self.table.chunks(layer), self._spans[layer], strict=True):
             length = (stop - start) // self.world
@@ -81,12 +62,11 @@ class Shards:
                 joined = (joined[0], joined[1], joined[2] + end - begin)
                 continue
             if joined is not None:
-                yield self._spans_of(layer, joined)
+                yield _spans(*joined)
             joined = (inside, place, end - begin)
         if joined is not None:
-            yield self._spans_of(layer, joined)
+            yield _spans(*joined)
 
-    def _spans_of(self, layer: int, piece: tuple[int, int, int]) -> tuple[slice, slice, slice]:
-        inside, place, length = piece
-        trained = self._trained_starts[layer] + place - self._spans[layer][0].start
-        return slice(inside, inside + length), slice(place, place + length), slice(trained, trained + length)
+
+def _spans(inside: int, place: int, length: int) -> tuple[slice, slice]:
+    return slice(inside, inside + length), slice(place, place + length)

@@ -1,36 +1,44 @@
-"""The model's data: flat arenas on the host, and one flat storage per layer on the device that comes and goes.
+"""The model's data: a home for each layer, and one flat storage per layer on the device that comes and goes.
 
 A layer's device storage is one object for ever: it is emptied and filled again, so that parameters, and views of them
-that autograd saved, stay valid. On the device a gradient takes the place of its weight, which nobody needs any more in
-this step. On the host every layer has a slot of weights in compute precision, and fp32 master and optimizer states for
-what is trained. In bf16 the gradient takes the weight's slot there too (14 bytes per parameter), unless micro-batches
-are accumulated; in fp32 the weight is its own master and the gradient has an arena of its own (16).
+that autograd saved, stay valid. A gradient takes the place of its weight, which nobody needs any more in this step. At
+home every layer has weights in compute precision, and fp32 masters and optimizer states for what is trained. In 16 bits
+the gradient takes the weight's slot there too (14 bytes per parameter), unless micro-batches are accumulated; in fp32 the
+weight is its own master and the gradient has an arena of its own (16).
 
-With several ranks each chunk is cut into equal shards, and a rank's arenas hold its shards alone: a fetch gathers, and
-retiring a layer's gradients reduces and scatters.
+With several ranks each chunk is cut into equal shards, and a rank's home holds its shards alone: a fetch gathers, and
+retiring a layer's gradients reduces and scatters. With one rank a layer whose home is the device *is* its storage there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from scrimp.chunks._arena import arena
+from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened
+from scrimp.chunks._lanes import Event, Lanes
 from scrimp.chunks._shards import Shards
+from scrimp.chunks._spill import SpillFile
 from scrimp.chunks._table import ChunkTable, Slot
 from scrimp.chunks._wire import Wire
-from scrimp.ledger import Ledger
+from scrimp.ledger import Books
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(kw_only=True)
 class Traffic:
-    """Bytes moved between host and device, by direction."""
+    """Bytes moved between the tiers, by direction."""
 
-    up_nbytes: int = 0
-    down_nbytes: int = 0
+    up_nbytes: int = 0  # host to device
+    down_nbytes: int = 0  # device to host
+    read_nbytes: int = 0  # disk to host
+    written_nbytes: int = 0  # host to disk
 
 
 class Store:
@@ -42,143 +50,309 @@ class Store:
         device: torch.device,
         states: int,
         accumulate: int,
-        ledger: Ledger,
+        books: Books,
         wire: Wire,
+        places: list[str] | None = None,
+        disk: Path | None = None,
     ) -> None:
         self.table = table
         self.precision = precision
         self.dtype = DTYPES[precision]
         self.device = device
-        self.ledger = ledger
+        self.states = states
+        self.books = books
+        self.ledger = books.device
         self.wire = wire
+        self.lanes = Lanes(device)
         self.traffic = Traffic()
-        self.own_master = precision == "fp32"
+        self.accumulate = accumulate
+        self.before_change: Callable[[], None] = lambda: None  # the meter looks before what is held changes
         self.shards = Shards(table=table, world=wire.world, rank=wire.rank)
-        trained = self.shards.trained_numel
-        self.weights = torch.empty(self.shards.numel, dtype=self.dtype)
-        self.master = self.weights if self.own_master else torch.empty(trained, dtype=torch.float32)
-        self.states = [torch.zeros(trained, dtype=torch.float32) for _ in range(states)]
-        separate = self.own_master or accumulate > 1
-        self.gradients = torch.empty(trained, dtype=self.dtype) if separate else None
-        self.flats = [torch.empty(layer.numel, dtype=self.dtype, device=device) for layer in table.layers]
+        self._disk = disk
+        self._opened: dict[int, Opened] = {}
+        self._arriving: dict[int, list[Event]] = {}
+        self._leaving: dict[int, list[Event]] = {}
+        self._as_gradients = [0] * len(table.layers)  # bytes of a layer's storage that hold gradients now
+        self.flats = [torch.empty(space.numel, dtype=self.dtype_of(k), device=device) for k, space in enumerate(table.layers)]
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
         self.resident = [False] * len(table.layers)
+        self.homes = [self._make_home(k, place) for k, place in enumerate(places or [HOST] * len(table.layers))]
 
-    @property
-    def arenas(self) -> Iterator[torch.Tensor]:
-        yield self.weights
-        if not self.own_master:
-            yield self.master
-        yield from self.states
-        if self.gradients is not None:
-            yield self.gradients
+    # Sizes.
 
-    def host_nbytes(self) -> int:
-        return sum(arena.nbytes for arena in self.arenas)
+    def dtype_of(self, layer: int) -> torch.dtype:
+        return torch.float32 if self.table.layers[layer].wide else self.dtype
 
     def nbytes(self, layer: int) -> int:
-        return self.table.layers[layer].numel * self.dtype.itemsize
+        """What a layer takes on the device while it is there."""
+        return self.table.layers[layer].numel * self.dtype_of(layer).itemsize
 
-    # A slot's pieces on this rank, on the host: (where in the parameter, weight, master, states, gradient).
+    def home_nbytes(self, layer: int) -> tuple[int, int, int]:
+        """What a layer's home takes: (weights, gradients of their own, masters and states)."""
+        return sizes(self.shards, layer, self.dtype_of(layer), self.states, self.accumulate)
 
-    def pieces(self, layer: int, slot: Slot) -> Iterator[Piece]:
-        for inside, span, trained in self.shards.pieces(layer, slot):
-            weight = self.weights[span]
-            yield Piece(
-                inside=inside,
-                weight=weight,
-                master=weight if self.own_master else self.master[trained],
-                states=[state[trained] for state in self.states],
-                gradient=weight if self.gradients is None else self.gradients[trained],
-            )
+    def device_home_nbytes(self, layer: int) -> int:
+        """What it costs on the device, beside the layer itself, to have its home there."""
+        weights, gradients, rest = self.home_nbytes(layer)
+        return gradients + rest + (weights if self.wire.world > 1 else 0)
+
+    def host_nbytes(self) -> int:
+        return self.books.host.total_nbytes
+
+    def anchored(self, layer: int) -> bool:
+        """Its home is its storage on the device: it never leaves."""
+        return self.homes[layer].place == DEVICE and self.wire.world == 1
+
+    # Homes.
+
+    def _make_home(self, layer: int, place: str) -> Home:
+        dtype, numel, trained = self.dtype_of(layer), self.shards.numel(layer), self.shards.trained_numel(layer)
+        pinned = self.lanes.overlapped
+        own_master = dtype == torch.float32
+        home = Home(
+            place=place,
+            weights=arena(numel, dtype, pinned=pinned),
+            gradients=arena(trained, dtype, pinned=pinned) if own_master or self.accumulate > 1 else None,
+            master=None,
+        )
+        fp32 = self.states + (not own_master)
+        if place == DISK:
+            assert self._disk is not None
+            path = self.table.layers[layer].path
+            home.file = SpillFile(self._disk, {str(k): 4 * trained for k in range(fp32)}, f"layer '{path}'")
+            self.books.disk.charge("optimizer", 4 * trained * fp32)
+        else:
+            tensors = [arena(trained, torch.float32) for _ in range(fp32)]
+            home.master, home.states = (None, tensors) if own_master else (tensors[0], tensors[1:])
+        self._charge_host(layer, home, 1)
+        return home
+
+    def _charge_host(self, layer: int, home: Home, sign: int) -> None:
+        weights, gradients, rest = self.home_nbytes(layer)
+        change = self.books.host.charge if sign > 0 else self.books.host.free
+        change("parameters", weights)
+        change("gradients", gradients)
+        if home.place != DISK:
+            change("optimizer", rest)
+
+    @contextmanager
+    def opened(self, layer: int, *, write: bool = False) -> Iterator[Opened]:
+        """A layer's data in memory; from the disk if it is there, and back to it with `write`."""
+        if layer in self._opened:
+            yield self._opened[layer]
+            return
+        home = self.homes[layer]
+        staged = self._read(home, layer) if home.file is not None else None
+        own_master = self.dtype_of(layer) == torch.float32
+        if staged is not None:
+            master, states = (home.weights, staged) if own_master else (staged[0], staged[1:])
+        else:
+            master, states = home.weights if home.master is None else home.master, home.states
+        data = Opened(
+            layer=layer, shards=self.shards, weights=home.weights, gradients=home.gradients, master=master, states=states
+        )
+        self._opened[layer] = data
+        try:
+            yield data
+            if write and staged is not None and home.file is not None:
+                for k, tensor in enumerate(staged):
+                    home.file.write(str(k), tensor)
+                    self.traffic.written_nbytes += tensor.nbytes
+                home.fresh = False
+        finally:
+            del self._opened[layer]
+            if staged is not None:
+                self.books.host.free("temporaries", sum(tensor.nbytes for tensor in staged))
+
+    def _read(self, home: Home, layer: int) -> list[torch.Tensor]:
+        assert home.file is not None
+        trained = self.shards.trained_numel(layer)
+        fp32 = self.states + (self.dtype_of(layer) != torch.float32)
+        staged = [arena(trained, torch.float32) for _ in range(fp32)]
+        self.books.host.charge("temporaries", sum(tensor.nbytes for tensor in staged))
+        if not home.fresh:
+            for k, tensor in enumerate(staged):
+                home.file.read(str(k), tensor)
+                self.traffic.read_nbytes += tensor.nbytes
+        return staged
+
+    def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:
+        home = self.homes[layer]
+        arena_of = home.weights if home.gradients is None else home.gradients
+        for _, span in self.shards.pieces(layer, slot):
+            yield arena_of[span]
 
     def adopt(self, layer: int, slot: Slot, values: torch.Tensor) -> None:
         """Take a parameter's values over."""
         source = values.detach().reshape(-1)
-        for piece in self.pieces(layer, slot):
-            piece.weight.copy_(source[piece.inside])
-            if slot.trainable and not self.own_master:
-                piece.master.copy_(source[piece.inside])
+        with self.opened(layer, write=True) as data:
+            for piece in data.pieces(slot):
+                piece.weight.copy_(source[piece.inside])
+                if slot.trainable and not data.own_master:
+                    piece.master.copy_(source[piece.inside])
 
     def restore(self, layer: int, slot: Slot) -> None:
         """After a skipped update: the weight again, where its gradient stood."""
-        if self.gradients is None:
-            for piece in self.pieces(layer, slot):
-                piece.weight.copy_(piece.master)
+        if self.homes[layer].gradients is None:
+            with self.opened(layer) as data:
+                for piece in data.pieces(slot):
+                    piece.weight.copy_(piece.master)
+            self.settled(layer)
+
+    def settled(self, layer: int) -> None:
+        """A layer that stays on the device holds weights again, not gradients."""
+        self.ledger.move(self._as_gradients[layer], source="gradients", target="parameters")
+        self._as_gradients[layer] = 0
+
+    def promote(self, layer: int) -> list[torch.Tensor]:
+        """Make the device the home of a layer whose home was the host; the new tensors."""
+        home = self.homes[layer]
+        weights, gradients, rest = self.home_nbytes(layer)
+        if self.wire.world == 1:
+            self.fetch(layer)
+            self.arrived(layer)
+            self.lanes.settle()
+        self.before_change()
+        self.ledger.charge("optimizer", rest)
+        self.ledger.charge("gradients", gradients)
+        if self.wire.world > 1:
+            self.ledger.charge("parameters", weights)
+
+        def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else torch.empty_like(tensor, device=self.device).copy_(tensor)
+
+        self.homes[layer] = Home(
+            place=DEVICE,
+            weights=self.flats[layer] if self.wire.world == 1 else home.weights.to(self.device, copy=True),
+            gradients=there(home.gradients),
+            master=there(home.master),
+            states=[torch.empty_like(state, device=self.device).copy_(state) for state in home.states],
+        )
+        self._charge_host(layer, home, -1)
+        return self.homes[layer].tensors
+
+    def demote(self, layer: int) -> None:
+        """The reverse: the host is its home again."""
+        old = self.homes[layer]
+        self.before_change()
+        new = self._make_home(layer, HOST)
+        for target, source in zip(new.tensors, old.tensors, strict=True):
+            target.copy_(source)
+        weights, gradients, rest = self.home_nbytes(layer)
+        self.homes[layer] = new
+        self.ledger.free("optimizer", rest)
+        self.ledger.free("gradients", gradients)
+        if self.wire.world > 1:
+            self.ledger.free("parameters", weights)
+        self.drop(layer)
+
+    # Layers on the device.
 
     def device_view(self, layer: int, slot: Slot) -> torch.Tensor:
         return self.flats[layer].as_strided(slot.shape, _strides(slot.shape), slot.start)
 
-    # Moving layers.
-
     def open(self, layer: int) -> None:
         """Room for a layer on the device, with nothing in it."""
-        nbytes, padding = self.nbytes(layer), self.table.layers[layer].padding * self.dtype.itemsize
+        nbytes, padding = self.nbytes(layer), self._padding_nbytes(layer)
+        self.before_change()
         self.ledger.charge("parameters", nbytes - padding)
         self.ledger.charge("padding", padding)
         self.flats[layer].untyped_storage().resize_(nbytes)
         self.resident[layer] = True
 
     def fetch(self, layer: int) -> None:
+        """Bring a layer; `arrived` before it is used."""
         if self.resident[layer]:
             return
         self.open(layer)
+        home = self.homes[layer]
+        if self.wire.world == 1:
+            self._arriving[layer] = [self.lanes.up(self.flats[layer], home.weights)]
+            self.traffic.up_nbytes += home.weights.nbytes
+            return
         for (start, stop), shard in zip(self.table.chunks(layer), self.shards.chunks(layer), strict=True):
-            self.wire.gather(self.weights[shard], self.flats[layer][start:stop])
-            self.traffic.up_nbytes += self.weights[shard].nbytes
+            self.wire.gather(home.weights[shard], self.flats[layer][start:stop])
+            if home.place != DEVICE:
+                self.traffic.up_nbytes += home.weights[shard].nbytes
+
+    def arrived(self, layer: int) -> None:
+        for event in self._arriving.pop(layer, []):
+            self.lanes.wait(event)
 
     def drop(self, layer: int) -> None:
-        """Let a layer go."""
-        if not self.resident[layer]:
+        """Let a layer go, after what is still copying it."""
+        if not self.resident[layer] or self.anchored(layer):
             return
-        nbytes, padding = self.nbytes(layer), self.table.layers[layer].padding * self.dtype.itemsize
+        self.arrived(layer)
+        for event in self._leaving.pop(layer, []):
+            self.lanes.wait(event)
+        self.before_change()
         self.flats[layer].untyped_storage().resize_(0)
-        self.ledger.free("parameters", nbytes - padding)
+        padding, gradients = self._padding_nbytes(layer), self._as_gradients[layer]
+        self.ledger.free("parameters", self.nbytes(layer) - padding - gradients)
+        self.ledger.free("gradients", gradients)
         self.ledger.free("padding", padding)
+        self._as_gradients[layer] = 0
         self.resident[layer] = False
 
-    def land(self, layer: int, slot: Slot, gradient: torch.Tensor) -> None:
-        """A gradient takes its weight's place on the device, where the layer must be."""
+    # Gradients.
+
+    def land(self, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
+        """A gradient takes its weight's place on the device, where the layer must be; or its own, if it has one there.
+        `first`: the first of the step to land in this slot; later ones are added."""
+        own = self.homes[layer].gradients
+        if self.anchored(layer) and own is not None:
+            target = own[slot.start : slot.stop].view(slot.shape)
+            target.copy_(gradient) if first else target.add_(gradient)
+            return
         self.device_view(layer, slot).copy_(gradient)
+        nbytes = slot.numel * self.dtype_of(layer).itemsize
+        self._as_gradients[layer] += nbytes
+        self.ledger.move(nbytes, source="parameters", target="gradients")
 
     def retire(self, layer: int, landed: list[tuple[Slot, bool]]) -> None:
-        """The gradients of a layer go to the host, averaged over the ranks, and the layer goes. Each slot comes with
-        whether it is the first to land there; later ones are added. What did not land stays as it is."""
+        """The gradients of a layer start for home, averaged over the ranks; `drop` lets the layer go. Each slot comes
+        with whether it is the first to land there; later ones are added. What did not land stays as it is."""
+        if self.anchored(layer):
+            return
+        home = self.homes[layer]
+        events: list[Event] = []
         for (start, stop), shard in zip(self.table.chunks(layer), self.shards.chunks(layer), strict=True):
             if not any(slot.start < stop and slot.stop > start for slot, _ in landed):
                 continue
             mine = self.wire.reduce(self.flats[layer][start:stop])
             offset = start + self.wire.rank * mine.numel()  # where my shard begins in the layer
+            into = (home.weights if home.gradients is None else home.gradients)[shard.start :]
             for slot, first in landed:
                 begin, end = max(slot.start, offset), min(slot.stop, offset + mine.numel())
                 if begin >= end:
                     continue
-                target = self._gradient_span(layer, shard, begin - offset, end - offset)
-                source = mine[begin - offset : end - offset]
+                target, source = into[begin - offset : end - offset], mine[begin - offset : end - offset]
+                if home.place == DEVICE:
+                    target.copy_(source) if first else target.add_(source)
+                    continue
                 if first:
-                    target.copy_(source)
+                    events.append(self.lanes.down(target, source))
                 else:
                     target.add_(source.to(target.device))
                 self.traffic.down_nbytes += target.nbytes
-        self.drop(layer)
+            if self.wire.world > 1:
+                for event in events:
+                    self.lanes.wait(event)  # `mine` is not the layer's storage: it goes now
+                events.clear()
+        self._leaving[layer] = events
 
-    def _gradient_span(self, layer: int, shard: slice, begin: int, end: int) -> torch.Tensor:
-        if self.gradients is None:
-            return self.weights[shard.start + begin : shard.start + end]
-        start = self.shards.trained_position(layer, shard) + begin
-        return self.gradients[start : start + end - begin]
+    def _padding_nbytes(self, layer: int) -> int:
+        return self.table.layers[layer].padding * self.dtype_of(layer).itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A contiguous part of a parameter on this rank's host."""
-
-    inside: slice
-    weight: torch.Tensor
-    master: torch.Tensor
-    states: list[torch.Tensor]
-    gradient: torch.Tensor
+def sizes(shards: Shards, layer: int, dtype: torch.dtype, states: int, accumulate: int) -> tuple[int, int, int]:
+    """Bytes of a layer's home on one rank: (weights, gradients of their own, masters and states)."""
+    own_master = dtype == torch.float32
+    trained = shards.trained_numel(layer)
+    gradients = trained * dtype.itemsize if own_master or accumulate > 1 else 0
+    return shards.numel(layer) * dtype.itemsize, gradients, 4 * trained * (states + (not own_master))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -47,6 +47,8 @@ class LayerSpace:
     numel: int
     trained: int  # elements of the part that is trained, which alone has masters and states
     needs: tuple[int, ...]  # layers that must be resident with this one: itself, and the owners of what it shares
+    wide: bool = False  # fp32 whatever the precision: parameters beside running statistics
+    watched: bool = True  # False: only comes with another layer, being its wide part
 
     @property
     def padding(self) -> int:
@@ -93,25 +95,39 @@ class ChunkTable:
         return self
 
 
-def build_table(
-    layers: Sequence[tuple[str, Sequence[tuple[str, tuple[int, ...], bool]], Sequence[str]]],
-    *,
-    capacity: int,
-    world: int = 1,
-) -> ChunkTable:
-    """`layers`: (path, [(parameter, shape, trainable)], names of shared parameters) in order of the module tree. Chunks
-    can be cut into `world` equal parts, each a multiple of the alignment."""
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A parameter that wants a slot."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    wide: bool = False
+
+
+def build_table(layers: Sequence[tuple[str, Sequence[Row], Sequence[str]]], *, capacity: int, world: int = 1) -> ChunkTable:
+    """`layers`: (path, parameters, names of shared parameters) in order of the module tree. Chunks can be cut into `world`
+    equal parts, each a multiple of the alignment. A layer with wide parameters among others becomes two: the wide one
+    comes first and is needed by the other."""
     grain = ALIGN * world
     spaces: list[LayerSpace] = []
     owner: dict[str, int] = {}
-    for index, (path, parameters, shared) in enumerate(layers):
-        slots, position, trained = [], 0, 0
-        for name, shape, trainable in sorted(parameters, key=lambda parameter: not parameter[2]):
-            slots.append(Slot(name=name, shape=shape, start=position, trainable=trainable))
-            position = -(-(position + prod(shape)) // ALIGN) * ALIGN
-            trained = position if trainable else trained
-            owner[name] = index
-        position = -(-position // grain) * grain
-        needs = tuple(dict.fromkeys([index, *(owner[name] for name in shared)]))
-        spaces.append(LayerSpace(path=path, slots=tuple(slots), numel=position, trained=trained, needs=needs))
+    for path, parameters, shared in layers:
+        kinds = [kind for kind in (True, False) if any(row.wide == kind for row in parameters)] or [False]
+        beside: list[int] = []
+        for wide in kinds:
+            index = len(spaces)
+            slots, position, trained = [], 0, 0
+            for row in sorted((row for row in parameters if row.wide == wide), key=lambda row: not row.trainable):
+                slots.append(Slot(name=row.name, shape=row.shape, start=position, trainable=row.trainable))
+                position = -(-(position + prod(row.shape)) // ALIGN) * ALIGN
+                trained = position if row.trainable else trained
+                owner[row.name] = index
+            position = -(-position // grain) * grain
+            last = wide == kinds[-1]
+            needs = tuple(dict.fromkeys([index, *beside, *(owner[name] for name in shared if last)]))
+            spaces.append(
+                LayerSpace(path=path, slots=tuple(slots), numel=position, trained=trained, needs=needs, wide=wide, watched=last)
+            )
+            beside.append(index)
     return ChunkTable(layers=tuple(spaces), capacity=max(grain, capacity // grain * grain)).check()

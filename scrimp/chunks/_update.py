@@ -8,40 +8,47 @@ from __future__ import annotations
 
 import torch
 
+from scrimp.chunks._home import Piece
 from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
-from scrimp.chunks._store import Piece
 
-TILE = 1 << 18
+TILE = 1 << 18  # stays in a core's cache on the host
+CUDA_TILE = 1 << 24  # keeps a device busy
+
+
+def norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The 2-norm in fp32, as torch.nn.utils.clip_grad_norm_ takes it of one tensor."""
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
+
+
+def stage_numel(device: torch.device, largest_numel: int) -> int:
+    return min(CUDA_TILE if device.type == "cuda" else TILE, largest_numel)
 
 
 class Updater:
-    """`stage` is the fp32 tile that gradients are cast into; it belongs to the host's arenas."""
+    """Updates what lives on one device. `stage` is the fp32 tile that gradients are cast into, or scaled in; of
+    parameters of at most `largest_numel`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.stage = torch.empty(TILE, dtype=torch.float32, device=device)
-
-    def norm(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The 2-norm in fp32, as torch.nn.utils.clip_grad_norm_ takes it of one tensor."""
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        return norm
+    def __init__(self, device: torch.device, largest_numel: int) -> None:
+        self.tile = CUDA_TILE if device.type == "cuda" else TILE
+        self.stage = torch.empty(stage_numel(device, largest_numel), dtype=torch.float32, device=device)
 
     def apply(
-        self, optimizer: Optimizer, step: int, count: int, piece: Piece, scale: torch.Tensor | None, weight: torch.Tensor | None
+        self, optimizer: Optimizer, step: int, count: int, piece: Piece, scale: torch.Tensor | None, *, own_master: bool
     ) -> None:
-        """Update a piece's master and states from its gradient times `scale`, and write `weight` anew from the master.
+        """Update a piece's master and states from its gradient times `scale`, and write its weight anew from the master.
 
-        `step` is the engine's, for the rate; `count` says how often this parameter was updated, this time included.
-        The gradient and the weight may be the same memory."""
-        for start in range(0, piece.master.numel(), TILE):
-            span = slice(start, start + TILE)
+        `step` is the engine's, for the rate; `count` says how often this parameter was updated, this time included."""
+        for start in range(0, piece.master.numel(), self.tile):
+            span = slice(start, start + self.tile)
             target, fresh = piece.master[span], piece.gradient[span]
             if fresh.dtype != torch.float32 or scale is not None:
                 fresh = self.stage[: target.numel()].copy_(fresh)
             if scale is not None:
                 fresh.mul_(scale)
             _tile(optimizer, step, count, target, fresh, [state[span] for state in piece.states])
-            if weight is not None:
-                weight[span].copy_(target)
+            if not own_master:
+                piece.weight[span].copy_(target)
 
 
 def _tile(

@@ -15,10 +15,13 @@ from scrimp.move import synthesize
 
 
 class Wire:
-    def __init__(self, world: int = 1, rank: int = 0, group: Any = None) -> None:
+    """`device` is where messages are: the ranks' own device with NCCL, the CPU with gloo."""
+
+    def __init__(self, world: int = 1, rank: int = 0, group: Any = None, device: torch.device | None = None) -> None:
         self.world = world
         self.rank = rank
         self.group = group
+        self.device = device or torch.device("cpu")
         self.mesh = Mesh({"dp": world})
 
     def gather(self, part: torch.Tensor, whole: torch.Tensor) -> None:
@@ -27,7 +30,13 @@ class Wire:
             whole.copy_(part, non_blocking=True)
             return
         program = synthesize(tuple(whole.shape), self.mesh, "[dp]", "[-]", dtype=whole.dtype)
-        whole.copy_(program.run(part.to(whole.device), group=self.group))
+        whole.copy_(program.run(part.to(self.device), group=self.group))
+
+    def every(self, values: torch.Tensor) -> torch.Tensor:
+        """Every rank's values, in rows."""
+        rows = torch.empty(self.world * values.numel(), dtype=values.dtype)
+        self.gather(values.reshape(-1), rows)
+        return rows.view(self.world, *values.shape)
 
     def reduce(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the mean over the ranks."""
@@ -51,6 +60,6 @@ class Wire:
         """The sum over the ranks of a tensor that every rank has."""
         if self.world == 1:
             return values
-        flat = values.reshape(-1)
+        flat = values.reshape(-1).to(self.device)
         program = synthesize(tuple(flat.shape), self.mesh, "[-]+dp", "[-]", dtype=values.dtype)
-        return program.run(flat, group=self.group).view(values.shape)
+        return program.run(flat, group=self.group).view(values.shape).to(values.device)

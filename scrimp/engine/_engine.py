@@ -1,14 +1,16 @@
 """The engine: one training step as a readable sequence of phases.
 
-step = split the batch
+step = plan for a batch of this shape, or trace it
        for each part: forward through the layers, backward, gradients landing as they are made
        judge (finite? norm?)
        update what landed, layer by layer
+       learn from the trace
 """
 
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,23 +19,31 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from scrimp.checkpoint import load, save
 from scrimp.chunks._cuda_meter import CudaMeter
+from scrimp.chunks._home import DEVICE
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
-from scrimp.chunks._store import DTYPES, Store
-from scrimp.chunks._table import ChunkTable, Slot
-from scrimp.chunks._update import Updater
-from scrimp.engine._forward import watch_layers
+from scrimp.chunks._rates import measure
+from scrimp.chunks._store import Store
+from scrimp.chunks._table import Slot
+from scrimp.chunks._update import Updater, stage_numel
+from scrimp.engine._batch import loss_of, parts, signature, to_device
+from scrimp.engine._bound import Bound, bound
+from scrimp.engine._fit import first_places
+from scrimp.engine._forward import Recompute, watch_layers
+from scrimp.engine._judge import LossScale, judge
 from scrimp.engine._memory import Memory, resolve
+from scrimp.engine._planning import Planned, Planning
 from scrimp.engine._resident import Residents
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
-from scrimp.engine._world import join_world, share_buffers
+from scrimp.engine._undo import Undo
+from scrimp.engine._world import agreed, join_world, ranks_here, share_buffers
 from scrimp.errors import FitError, MoveError, RunError
 from scrimp.layers import find_layers
-from scrimp.ledger import Ledger, format_nbytes
+from scrimp.ledger import Books, Ledger, format_nbytes
 
 
 class Engine:
@@ -61,44 +71,65 @@ class Engine:
         self.clip_norm = clip_norm
         self.skip_nonfinite = skip_nonfinite
         self.accumulate = accumulate
-        self.recompute = recompute
         self.loss = loss
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.budget = resolve(memory or Memory(), self.device)
-        self.ledger = Ledger(tier=str(self.device))
+        self.ledger = Books(device=Ledger(tier=str(self.device)))
         self.steps = 0
         self.skipped = 0
+        self.norm: float | None = None  # of the last gradient, before clipping
+        self.seconds = 0.0  # of the last step
         self.wire = join_world(self.device)
-        table = table_of(model, find_layers(model), chunk_numel, self.wire.world)
-        self._check_fit(table_nbytes=max((_layer_nbytes(table, k, precision) for k in range(len(table.layers))), default=0))
+        rates = agreed(self.wire, measure(self.device))
+        table = table_of(model, find_layers(model), chunk_numel, self.wire.world, wide=precision != "fp32")
+        places = first_places(
+            table,
+            self.budget,
+            precision=precision,
+            states=self.optimizer.states,
+            accumulate=accumulate,
+            world=self.wire.world,
+            ranks_here=ranks_here(self.wire),
+        )
         self.store = Store(
             table,
             precision=precision,
             device=self.device,
             states=self.optimizer.states,
             accumulate=accumulate,
-            ledger=self.ledger,
+            books=self.ledger,
             wire=self.wire,
+            places=places,
+            disk=self.budget.disk,
         )
         self._optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
+        self._largest = max((slot.numel for layer in table.layers for slot in layer.slots if slot.trainable), default=0)
+        self._updater = Updater(torch.device("cpu"), self._largest)
         self._places = take_over(model, self.store)
+        self._order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
         self._counts: dict[str, int] = {}
+        self._loss_scale = LossScale(dynamic=precision == "fp16")
         buffers = buffers_to(model, self.device)
-        self.ledger.charge("buffers", buffers)
-        self._updater = Updater(torch.device("cpu"))
+        self.ledger.device.charge("buffers", buffers)
         self._meter: CpuMeter | CudaMeter
         if self.device.type == "cuda":
-            self._meter = CudaMeter(self.ledger, self.budget.device_nbytes, self.device)
+            self._meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
+            self.store.before_change = self._meter.before_change
         else:
-            self._meter = CpuMeter(self.ledger, self.budget.device_nbytes, self._over_budget)
-        self.residents = Residents(self.store, self._meter, self.budget.device_nbytes - buffers, self._retire)
-        for tensor in [*self.store.arenas, *self.store.flats, self._updater.stage, *model.buffers()]:
+            self._meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
+        for tensor in [*(t for home in self.store.homes for t in home.tensors), *self.store.flats, *model.buffers()]:
             self._meter.ignore(tensor)
-        watch_layers(model, self.residents, lambda: self._recomputing)
-        self._recomputing = recompute == "all"
+        self._meter.ignore(self._updater.stage)
+        self._undo = Undo(model, self.device)
+        self.residents = Residents(self.store, self._meter, self._retire)
+        self.recompute = Recompute()
+        watch_layers(model, self.residents, self.recompute)
+        self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
+        self.planning.stage_nbytes = 4 * stage_numel(self.device, self._largest) if self._staged else 0
         self._landed: dict[str, tuple[int, Slot]] = {}
+        self._traffic = (0, 0, 0, 0)  # at the start of the last step
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._land)  # type: ignore[no-untyped-call]
@@ -107,32 +138,27 @@ class Engine:
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on this rank's whole batch; the mean loss, detached."""
-        if self.recompute == "auto" and self.steps == 0 and not self._recomputing:
+        start = time.perf_counter()
+        key = signature(args, kwargs)
+        while True:
             try:
-                return self._step(args, kwargs)
-            except FitError:
-                self._recomputing = True
-            # No weight has changed yet: try again with the layers recomputed, which needs the least. Not before the
-            # except clause has ended: the error holds the frames, and they hold the activations that did not fit.
+                plan = self.planning.prepare(key)
+            except MoveError as error:
+                raise self._named(error) from error
+            self._undo.begin(tracing=plan.choice is None)
+            try:
+                loss = self._forward_backwards(plan, args, kwargs)
+                break
+            except FitError as error:
+                # No weight has changed yet. If there is a way that takes less, try that; not before this clause has
+                # ended: the error holds the frames, and they hold the activations that did not fit.
+                reason = error.with_traceback(None)
             self._abandon()
-        return self._step(args, kwargs)
-
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self._landed.clear()
-        losses = []
-        self.model.train()
-        share_buffers(self.wire, self.model)
-        try:
-            with self._metered(args, kwargs):
-                self.residents.begin_step()
-                for part_args, part_kwargs in _parts(args, kwargs, self.accumulate):
-                    losses.append(self._forward_backward(part_args, part_kwargs))
-                    self.residents.retire_rest()
-                self.residents.end_step()
-            finite = self._judge()
-        except MoveError as error:
-            where = f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}"
-            raise RunError(f"{where}: {error}") from error
+            self._undo.back()
+            if not (self.planning.homes_back() or self.planning.spare(plan)):
+                raise reason
+        self._undo.done(tracing=plan.choice is None)
+        finite = self._judged()
         if finite:
             self._update()
         else:
@@ -140,17 +166,43 @@ class Engine:
             for layer, slot in self._landed.values():
                 self.store.restore(layer, slot)
         self.steps += 1
+        if self._traced:
+            for tensor in self.planning.digest(plan, self._trace, self.residents.seen):
+                self._meter.ignore(tensor)
+        self.seconds = time.perf_counter() - start
+        return loss
+
+    def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        self._landed.clear()
+        losses = []
+        self.model.train()
+        moved = self.store.traffic
+        self._traffic = (moved.up_nbytes, moved.down_nbytes, moved.read_nbytes, moved.written_nbytes)
+        try:
+            share_buffers(self.wire, self.model)
+            with self._metered(args, kwargs):
+                self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
+                for part_args, part_kwargs in parts(args, kwargs, self.accumulate):
+                    losses.append(self._forward_backward(part_args, part_kwargs))
+                    self.residents.retire_rest()
+                self._traced, self._trace = self.residents.end_step()
+        except MoveError as error:
+            raise self._named(error) from error
         return torch.stack(losses).mean()
 
     def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self._part_landed: set[str] = set()
-        args, kwargs = self._on_device(args, kwargs)
+        args, kwargs = to_device(args, kwargs, self.device, self.store.dtype)
         with self.residents.saving():
             out = self.model(*args, **kwargs)
-            loss = self._loss_of(out)
+            loss = loss_of(self.loss(out) if self.loss is not None else out)
             del out
         value = loss.detach().clone()
-        (loss / self.accumulate if self.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        if self._loss_scale.value != 1:
+            loss = loss * self._loss_scale.value
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
+        loss.backward()  # type: ignore[no-untyped-call]
         return value
 
     def _land(self, parameter: torch.Tensor) -> None:
@@ -162,7 +214,7 @@ class Engine:
             )
         assert parameter.grad is not None
         self.residents.before_landing(layer)
-        self.store.land(layer, slot, parameter.grad)
+        self.store.land(layer, slot, parameter.grad, first=slot.name not in self._landed)
         parameter.grad = None
         self._part_landed.add(slot.name)
         self.residents.landed(layer, slot)
@@ -172,46 +224,43 @@ class Engine:
         self.store.retire(layer, [(slot, slot.name not in self._landed) for slot in slots])
         self._landed.update({slot.name: (layer, slot) for slot in slots})
 
-    def _judge(self) -> bool:
+    def _judged(self) -> bool:
         """Whether to update: finite gradients, if that was asked for; sets the scale that clips the norm."""
         self._scale: torch.Tensor | None = None
-        if not self.skip_nonfinite and self.clip_norm is None:
+        self.store.lanes.settle()
+        must_be_finite = self.skip_nonfinite or self._loss_scale.dynamic
+        if not must_be_finite and self.clip_norm is None:
             return True
-        self._synchronize()
-        norms = self._norms()
-        if norms is None:
-            return True
-        total = torch.linalg.vector_norm(norms)
-        if not bool(torch.isfinite(total)):
-            bad = next(slot.name for (_, slot), norm in zip(self._in_order(), norms, strict=True) if not norm.isfinite())
-            if self.skip_nonfinite:
-                warnings.warn(f"step {self.steps}: gradient of {bad} is not finite; the update is skipped", stacklevel=3)
-                return False
-        self.norm = float(total)
-        if self.clip_norm is not None:
-            self._scale = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
+        try:
+            verdict = judge(self.store, self._in_order(), clip=self.clip_norm, loss_scale=self._loss_scale.value)
+        except MoveError as error:
+            raise self._named(error) from error
+        self._loss_scale.saw(finite=verdict.bad is None)
+        if verdict.bad is not None and must_be_finite:
+            if not self._loss_scale.dynamic:
+                warnings.warn(f"step {self.steps}: gradient of {verdict.bad} is not finite; the update is skipped", stacklevel=3)
+            return False
+        self.norm, self._scale = verdict.norm, verdict.scale
         return True
 
-    def _norms(self) -> torch.Tensor | None:
-        """The norm of each gradient that landed, over all ranks."""
-        if not self._landed:
-            return None
-        rows = []
-        for layer, slot in self._in_order():
-            parts = [self._updater.norm(piece.gradient) for piece in self.store.pieces(layer, slot)]
-            if self.wire.world > 1:
-                parts = [sum((part * part for part in parts), start=torch.zeros(()))]
-            rows.append(parts[0])
-        stacked = torch.stack(rows)
-        return stacked if self.wire.world == 1 else self.wire.sum(stacked).sqrt()
-
     def _update(self) -> None:
-        self._synchronize()
+        there = None
+        by_layer: dict[int, list[Slot]] = {}
         for layer, slot in self._in_order():
-            count = self._counts[slot.name] = self._counts.get(slot.name, 0) + 1
-            for piece in self.store.pieces(layer, slot):
-                weight = None if self.store.own_master else piece.weight
-                self._updater.apply(self._optimizers[slot.name], self.steps, count, piece, self._scale, weight)
+            by_layer.setdefault(layer, []).append(slot)
+        for layer, slots in by_layer.items():
+            updater, scale = self._updater, self._scale
+            if self.store.homes[layer].place == DEVICE:
+                there = there or self._device_updater()
+                updater, scale = there, scale if scale is None else scale.to(self.device)
+            with self.store.opened(layer, write=True) as data:
+                for slot in slots:
+                    count = self._counts[slot.name] = self._counts.get(slot.name, 0) + 1
+                    for piece in data.pieces(slot):
+                        updater.apply(self._optimizers[slot.name], self.steps, count, piece, scale, own_master=data.own_master)
+            self.store.settled(layer)
+        if there is not None:
+            self.ledger.device.free("temporaries", there.stage.nbytes)
 
     # Looking at it.
 
@@ -219,15 +268,32 @@ class Engine:
         """Forward without gradients, through the same residency; the model is in eval mode."""
         self.model.eval()
         try:
-            with self._metered(args, kwargs), torch.no_grad(), self.residents.aside():
-                args, kwargs = self._on_device(args, kwargs)
-                return self.model(*args, **kwargs)
+            while True:
+                try:
+                    with self._metered(args, kwargs), torch.no_grad(), self.residents.aside():
+                        here, there = to_device(args, kwargs, self.device, self.store.dtype)
+                        return self.model(*here, **there)
+                except FitError as error:
+                    reason = error.with_traceback(None)
+                self.residents.abandon()
+                if not self.planning.homes_back():
+                    raise reason
         finally:
             self.model.train()
 
+    def bound(self) -> Bound:
+        """The least traffic and time of a step like the last one, beside what it took."""
+        moved = self.store.traffic
+        now = (moved.up_nbytes, moved.down_nbytes, moved.read_nbytes, moved.written_nbytes)
+        return bound(self.planning, [b - a for a, b in zip(self._traffic, now, strict=True)], self.seconds)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters in fp32 and all buffers, on the CPU."""
-        return dict(self.iter_state())
+        """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
+        state = {}
+        for name, tensor in self.iter_state():
+            if self.wire.rank == 0:
+                state[name] = tensor
+        return state
 
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in fp32 by every name it has, and every buffer; every rank gets all of them, one at a time."""
@@ -246,61 +312,64 @@ class Engine:
             steps=self.steps,
             skipped=self.skipped,
             counts=self._counts,
-            rng=torch.get_rng_state(),
+            loss_scale=(self._loss_scale.value, self._loss_scale.good),
+            rng=self._random_state(),
             buffers=dict(self.model.named_buffers()),
         )
 
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with."""
+        self.residents.abandon()
         manifest, rng, buffers = load(folder, self.store, optimizer=type(self.optimizer).__name__)
         self.steps, self.skipped = manifest.steps, manifest.skipped
+        self._loss_scale.value, self._loss_scale.good = manifest.loss_scale
         self._counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}
         for name, buffer in self.model.named_buffers():
             if name in buffers:
                 buffer.copy_(buffers[name])
-        if rng is not None:
-            torch.set_rng_state(rng)
-        self.residents.abandon()
+        if rng:
+            torch.set_rng_state(rng["cpu"])
+            if "cuda" in rng and self.device.type == "cuda":
+                torch.cuda.set_rng_state(rng["cuda"], self.device)
 
     def close(self) -> None:
         """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state."""
         self.residents.abandon()
+        self.planning.homes_back()
         self._meter.close()
-
-    def _full(self, layer: int, slot: Slot) -> torch.Tensor:
-        full = torch.zeros(slot.numel)
-        for piece in self.store.pieces(layer, slot):
-            full[piece.inside] = (piece.master if slot.trainable else piece.weight).float()
-        return self.wire.sum(full).view(slot.shape)
 
     # Parts.
 
+    def _random_state(self) -> dict[str, torch.Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def _full(self, layer: int, slot: Slot) -> torch.Tensor:
+        full = torch.zeros(slot.numel)
+        with self.store.opened(layer) as data:
+            for piece in data.pieces(slot):
+                full[piece.inside] = (piece.master if slot.trainable else piece.weight).float().cpu()
+        return self.wire.sum(full).view(slot.shape)
+
     def _in_order(self) -> list[tuple[int, Slot]]:
-        """What landed, in the table's order: the order of sums must not depend on the order of arrival."""
-        return sorted(self._landed.values(), key=lambda place: (place[0], place[1].start))
+        """What landed, in the model's order: the order of sums must not depend on the order of arrival."""
+        return sorted(self._landed.values(), key=lambda place: self._order[place[1].name])
 
-    def _on_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Inputs on the device; floating-point ones in the precision of the weights they meet."""
+    @property
+    def _staged(self) -> bool:
+        """Whether an update casts or scales gradients on its way."""
+        return self.precision != "fp32" or self.clip_norm is not None
 
-        def move(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            return leaf.to(self.device, self.store.dtype if leaf.is_floating_point() else leaf.dtype)
+    def _device_updater(self) -> Updater:
+        updater = Updater(self.device, self._largest if self._staged else 0)
+        self._meter.ignore(updater.stage)
+        self.ledger.device.charge("temporaries", updater.stage.nbytes)
+        return updater
 
-        moved: tuple[Any, Any] = tree_map(move, (args, kwargs))
-        return moved
-
-    def _loss_of(self, out: Any) -> torch.Tensor:
-        loss = self.loss(out) if self.loss is not None else out
-        if isinstance(loss, dict):
-            loss = loss.get("loss")
-        elif not isinstance(loss, torch.Tensor):
-            loss = getattr(loss, "loss", None)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise RunError(
-                f"the model returned {type(out).__name__}, which is no scalar loss and has no `loss`; give Engine(loss=function)"
-            )
-        return loss.reshape(())
+    def _named(self, error: MoveError) -> RunError:
+        return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
 
     @contextmanager
     def _metered(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -322,7 +391,7 @@ class Engine:
             raise FitError(
                 f"step {self.steps} needs {format_nbytes(self.ledger.total_nbytes)} on the device, the budget is "
                 f"{format_nbytes(self.budget.device_nbytes)} ({self.ledger.snapshot()}). "
-                + ("Use a smaller batch" if self._recomputing else "Use recompute='all' or a smaller batch")
+                + ("Use recompute='all' or a smaller batch" if self.planning.mode == "none" else "Use a smaller batch")
                 + ", more accumulate, or a larger Memory(device=...)"
             )
 
@@ -332,48 +401,23 @@ class Engine:
         for parameter in self.model.parameters():
             parameter.grad = None
         self.residents.abandon()
+        self.store.lanes.settle()
         for layer, slot in self._landed.values():
             self.store.restore(layer, slot)
+        for layer, space in enumerate(self.store.table.layers):
+            if self.store.anchored(layer):  # gradients that stand there without having been retired
+                for slot in space.slots[: sum(slot.trainable for slot in space.slots)]:
+                    self.store.restore(layer, slot)
         self._landed.clear()
         self.ledger.reset_peak()
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _check_fit(self, table_nbytes: int) -> None:
-        if table_nbytes > self.budget.device_nbytes:
-            raise FitError(
-                f"the largest layer has {format_nbytes(table_nbytes)} of weights, the device budget is "
-                f"{format_nbytes(self.budget.device_nbytes)} ({self.budget.device_origin})"
-            )
-
 
 def _validate(precision: str, accumulate: int, recompute: str, clip_norm: float | None) -> None:
-    if precision not in ("bf16", "fp32"):
-        raise RunError(f"precision {precision!r} is not one of 'bf16', 'fp32'")
+    if precision not in ("bf16", "fp16", "fp32"):
+        raise RunError(f"precision {precision!r} is not one of 'bf16', 'fp16', 'fp32'")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise RunError(f"accumulate={accumulate!r}: it is the number of parts a batch is split into, 1 or more")
     if recompute not in ("auto", "none", "all"):
         raise RunError(f"recompute={recompute!r} is not one of 'auto', 'none', 'all'")
     if clip_norm is not None and not clip_norm > 0:
         raise RunError(f"clip_norm={clip_norm!r} must be more than 0")
-
-
-def _layer_nbytes(table: ChunkTable, layer: int, precision: str) -> int:
-    return sum(table.layers[other].numel for other in table.layers[layer].needs) * DTYPES[precision].itemsize
-
-
-def _parts(args: Any, kwargs: Any, count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The batch in equal parts along dim 0 of every tensor."""
-    if count == 1:
-        yield args, kwargs
-        return
-    leaves, spec = tree_flatten((args, kwargs))
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] % count):
-            raise RunError(f"a tensor of shape {tuple(leaf.shape)} cannot be split into accumulate={count} equal parts on dim 0")
-    for k in range(count):
-        part = [leaf.chunk(count)[k] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        part_args, part_kwargs = tree_unflatten(part, spec)
-        yield part_args, part_kwargs

@@ -1,39 +1,116 @@
-"""Standing between the layers of a model: each layer's forward first brings its weights, and may be recomputed.
+"""Standing between the layers of a model: each layer's forward first brings its weights, and may be computed again.
 
 The module's own `forward` is replaced on the instance, not hooked: a recomputation calls it without the module's hooks.
+A recomputed layer keeps its inputs for backward, and may park them on the host meanwhile.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from scrimp.engine._parking import Parked
 from scrimp.engine._resident import Residents
 
 
-def watch_layers(model: nn.Module, residents: Residents, recomputing: Callable[[], bool]) -> None:
+@dataclass
+class Recompute:
+    """Which layers are computed again in backward, and whether their inputs are parked on the host until then."""
+
+    recomputable: frozenset[int] = frozenset()
+    again: frozenset[int] = frozenset()
+    parked: bool = False
+
+
+def watch_layers(model: nn.Module, residents: Residents, recompute: Recompute) -> None:
+    wholes = set()
     for index, layer in enumerate(residents.store.table.layers):
+        if not layer.watched:
+            continue
         module = model.get_submodule(layer.path)
-        whole = any(slot.name.count(".") > layer.path.count(".") + bool(layer.path) for slot in layer.slots)
-        module.forward = _Forward(module.forward, index, residents, recomputing if whole else lambda: False)
+        if any(slot.name.count(".") > layer.path.count(".") + bool(layer.path) for slot in layer.slots):
+            wholes.add(index)
+        module.forward = _Forward(module, index, residents, recompute)
+    recompute.recomputable = frozenset(wholes)
+
+
+@dataclass
+class Seen:
+    """What the tracing step saw of a layer: seconds of its forward, bytes that its activations take."""
+
+    seconds: float = 0.0
+    kept_nbytes: int = 0
+    marks: list[tuple[Any, Any]] = field(default_factory=list)  # CUDA events around a forward, read when they are done
 
 
 class _Forward:
-    def __init__(self, forward: Callable[..., Any], layer: int, residents: Residents, recomputing: Callable[[], bool]) -> None:
-        self.forward = forward
+    def __init__(self, module: nn.Module, layer: int, residents: Residents, recompute: Recompute) -> None:
+        self.forward: Callable[..., Any] = module.forward
         self.layer = layer
         self.residents = residents
-        self.recomputing = recomputing
+        self.recompute = recompute
+        self.buffers = [buffer for buffer in module.buffers() if buffer is not None]
+        self.changed: list[torch.Tensor] = []  # buffers that a forward writes: running statistics
+        self.dummy = torch.empty(0, device=residents.store.device)  # tells checkpoint which device's random state to keep
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.recomputing() and torch.is_grad_enabled():
-            return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
-        return self.run(*args, **kwargs)
+        if self.layer in self.recompute.again and torch.is_grad_enabled():
+            inputs = Parked(args, kwargs, self.residents.store, self.residents.meter)
+            return checkpoint(lambda _: self.once_or_again(inputs), self.dummy, use_reentrant=False)
+        return self.run(args, kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def once_or_again(self, inputs: Parked) -> Any:
+        if not inputs.used:
+            out = self.run(*inputs.bring())
+            if self.recompute.parked:
+                inputs.park()
+            return out
+        before = [buffer.clone() for buffer in self.changed]
+        live = self.residents.meter.live_nbytes
+        args, kwargs = inputs.bring()
+        try:
+            return self.run(args, kwargs)
+        finally:  # a recomputation is cut short by an exception when it has made all that backward needs
+            with torch.no_grad():
+                for buffer, old in zip(self.changed, before, strict=True):
+                    buffer.copy_(old)
+            if self.residents.tracing:
+                seen = self.residents.seen.setdefault(self.layer, Seen())
+                seen.kept_nbytes = max(seen.kept_nbytes, self.residents.meter.live_nbytes - live)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
         with self.residents.running(self.layer):
-            return self.forward(*args, **kwargs)
+            if not self.residents.tracing or torch._C._current_graph_task_id() != -1:
+                return self.forward(*args, **kwargs)
+            before = [buffer.clone() for buffer in self.buffers]
+            with _Timed(self.residents, self.layer):
+                out = self.forward(*args, **kwargs)
+            # Not by their versions: batch norm writes its statistics past them.
+            self.changed = [b for b, old in zip(self.buffers, before, strict=True) if not torch.equal(b, old)]
+            return out
+
+
+class _Timed:
+    def __init__(self, residents: Residents, layer: int) -> None:
+        self.seen: Seen = residents.seen.setdefault(layer, Seen())
+        self.cuda = residents.store.device.type == "cuda"
+
+    def __enter__(self) -> None:
+        self.start: Any = time.perf_counter()
+        if self.cuda:
+            self.start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self.start.record()
+
+    def __exit__(self, *error: object) -> None:
+        if self.cuda:
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end.record()
+            self.seen.marks.append((self.start, end))
+        else:
+            self.seen.seconds += time.perf_counter() - self.start

@@ -11,31 +11,36 @@ import torch
 from scrimp.ledger import format_nbytes, parse_nbytes
 
 DEVICE_SHARE, HOST_SHARE, NO_GPU_SHARE = 0.9, 0.8, 0.25
+PLAN_SHARE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """`device` is per rank, `host` per node. "auto": 90 % of the free CUDA memory, or without a GPU 25 % of the
-    available RAM; 80 % of what the host has available under its cgroup limit."""
+    available RAM; 80 % of what the host has available under its cgroup limit. `disk` is a folder for masters and
+    optimizer states that the host has no room for."""
 
     device: int | str = "auto"
     host: int | str = "auto"
-    disk: str | None = None
+    disk: str | Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Resolved sizes and where each came from."""
+    """Resolved sizes and where each came from. `plan_nbytes` is what schedules are made for: on CUDA a little less than
+    the budget, since the allocator's blocks do not fit together without gaps."""
 
     device_nbytes: int
     device_origin: str
+    plan_nbytes: int
     host_nbytes: int
     host_origin: str
+    disk: Path | None
 
     def __str__(self) -> str:
         return (
             f"device {format_nbytes(self.device_nbytes)} ({self.device_origin}), "
-            f"host {format_nbytes(self.host_nbytes)} ({self.host_origin})"
+            f"host {format_nbytes(self.host_nbytes)} ({self.host_origin})" + (f", disk {self.disk}" if self.disk else "")
         )
 
 
@@ -52,7 +57,14 @@ def resolve(memory: Memory, device: torch.device) -> Budget:
         of_host, host_origin = parse_nbytes(memory.host), "as asked for"
     else:
         of_host, host_origin = int(available * HOST_SHARE), "80 % of the available RAM"
-    return Budget(device_nbytes=of_device, device_origin=device_origin, host_nbytes=of_host, host_origin=host_origin)
+    return Budget(
+        device_nbytes=of_device,
+        device_origin=device_origin,
+        plan_nbytes=int(of_device * PLAN_SHARE) if device.type == "cuda" else of_device,
+        host_nbytes=of_host,
+        host_origin=host_origin,
+        disk=Path(memory.disk) if memory.disk is not None else None,
+    )
 
 
 def available_host_nbytes() -> int:

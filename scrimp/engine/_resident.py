@@ -1,9 +1,9 @@
 """Which layers are on the device, moment by moment.
 
 A moment begins when a layer is asked for that was not the last one: by its forward, by a recomputation, or by autograd
-unpacking one of its weights. The first step (and any step that asks in another order than was recorded) holds just the
-layers that are running: that is the least, and it records the moments with the most that everything else took in each.
-From that a schedule is made, and the steps after it follow the schedule.
+unpacking one of its weights. A tracing step holds just the layers that are running: that is the least, and it records the
+moments with the most that everything else took in each. From that a schedule is made, and the steps after it follow it. A
+step that asks in another order than its schedule goes on as a tracing step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._meter import CpuMeter
-from scrimp.chunks._residency import Moment, Schedule, schedule
+from scrimp.chunks._residency import Moment, Schedule
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 
@@ -34,59 +34,66 @@ class Handle:
 
 
 class Residents:
-    """`budget_nbytes` is for weights and all that the meter counts; `retire(layer, slots)` is called when a layer's
-    gradients are complete."""
+    """`retire(layer, slots)` is called when a layer's gradients are complete."""
 
-    def __init__(
-        self, store: Store, meter: CpuMeter | CudaMeter, budget_nbytes: int, retire: Callable[[int, list[Slot]], None]
-    ) -> None:
+    def __init__(self, store: Store, meter: CpuMeter | CudaMeter, retire: Callable[[int, list[Slot]], None]) -> None:
         self.store = store
         self.meter = meter
-        self.budget_nbytes = budget_nbytes
-        self.schedule: Schedule | None = None
-        self._trace: list[Moment] = []
-        self._recorded: tuple[tuple[int, ...], ...] = ()
+        self.step = 0
+        self.tracing = False
+        self.trace: list[Moment] = []  # of this step; `room_nbytes` is what others took
+        self.seen: dict[int, Any] = {}
+        self._schedule: Schedule | None = None
+        self._expected: tuple[tuple[int, ...], ...] = ()
         self._running: list[int] = []
         self._held: set[int] = set()  # recomputed, and not yet through with backward
         self._current: tuple[int, ...] = ()
-        self._following = False
+        self._empty: tuple[int, ...] = ()
         self._aside = False
         self._ends: list[int] = []
         self._retire = retire
         self._trained = [sum(slot.trainable for slot in layer.slots) for layer in store.table.layers]
         self._landed: dict[int, list[Slot]] = {}  # gradients that stand where weights stood
+        self._gone: list[int] = []  # retired, perhaps still being copied home
         self._by_storage = {flat.untyped_storage()._cdata: k for k, flat in enumerate(store.flats)}
 
     # Steps.
 
-    def begin_step(self) -> None:
-        self._trace, self._current, self._ends = [], (), []
-        self._following = self.schedule is not None
+    def begin_step(self, step: int, schedule: Schedule | None, expected: tuple[tuple[int, ...], ...] = ()) -> None:
+        """Follow a schedule made for the moments that are expected; or, without one, trace."""
+        self.step = step
+        self._schedule, self._expected = schedule, expected
+        self.tracing = schedule is None
+        self.trace, self.seen, self._current, self._ends = [], {}, (), []
         self._landed = {}
         self.meter.reset_peak()
 
-    def end_step(self) -> None:
+    def end_step(self) -> tuple[bool, list[Moment]]:
+        """Whether the step traced, from its start or from where it left its schedule; and the moments."""
         self._close_moment()
+        self._current = ()
+        traced = self.tracing
         for layer, resident in enumerate(self.store.resident):
-            if resident and self._trained[layer]:
+            if resident and (self._trained[layer] or self.tracing):
                 self.store.drop(layer)  # its weights are about to change
-        asked = tuple(moment.needs for moment in self._trace)
-        if not self._following:
-            self.schedule = self._plan()
-            self._recorded = asked
+        self._gone.clear()
         self._held.clear()
+        self.tracing = False
+        return traced, self.trace
 
     def abandon(self) -> None:
         self._running.clear()
         self._held.clear()
         self._landed.clear()
+        self._gone.clear()
+        self._current = ()
+        self.tracing = False
         for layer in range(len(self.store.resident)):
             self.store.drop(layer)
-        self.schedule = None
 
     def before_landing(self, layer: int) -> None:
         """A gradient needs its layer's place on the device. If it is the only one of the layer, just the place."""
-        if not self.store.resident[layer]:
+        if layer not in self._current:  # whether it happens to be there or not: moments must not depend on that
             self.touch(layer, empty=self._trained[layer] == 1)
 
     def landed(self, layer: int, slot: Slot) -> None:
@@ -105,7 +112,18 @@ class Residents:
     def _finish(self, layer: int) -> None:
         self._held.discard(layer)
         self._retire(layer, sorted(self._landed.pop(layer), key=lambda slot: slot.start))
+        if self.store.anchored(layer):
+            return
         self._ends.append(layer)
+        self._gone.append(layer)
+        if self.tracing:
+            self._let_go(())
+
+    def _let_go(self, stay: tuple[int, ...]) -> None:
+        for layer in self._gone:
+            if layer not in stay:
+                self.store.drop(layer)
+        self._gone = [layer for layer in self._gone if layer in stay]
 
     # Asking for layers.
 
@@ -124,7 +142,7 @@ class Residents:
         """Bring a layer and what it shares; or, `empty`, make room for the layer without its weights."""
         pinned = {other for running in self._running for other in self.store.table.layers[running].needs}
         needs = tuple(sorted({*self.store.table.layers[layer].needs} | pinned | self._held | {*self._landed}))
-        if needs == self._current and all(self.store.resident[other] for other in needs):
+        if needs == self._current and all(self._ready(other) for other in needs):
             return
         bring = [other for other in needs if not (empty and other == layer)]
         if self._aside:
@@ -133,22 +151,31 @@ class Residents:
             return
         self._close_moment()
         self._current = needs
-        at = len(self._trace)
-        if self._following and (at >= len(self._recorded) or self._recorded[at] != needs):
-            self._following, self.schedule = False, None  # another order than recorded: record again from here
-        if self._following and self.schedule is not None:
-            for other in self.schedule.drops[at]:
+        self._empty = (layer,) if empty else ()
+        at = len(self.trace)
+        if self._schedule is not None and (at >= len(self._expected) or self._expected[at] != needs):
+            self._schedule, self.tracing = None, True  # another order than expected
+        if self._schedule is not None:
+            self._let_go(self._schedule.lingers[at])
+            for other in self._schedule.drops[at]:
                 self.store.drop(other)
         else:
+            self._let_go(())
             self._drop_others(needs)
         self._bring(bring, layer)
+        if self._schedule is not None:
+            for other in self._schedule.ahead[at]:
+                self._fetch(other)
 
     def place(self) -> str:
         """Where the step is, in words."""
-        return f"at layer {', '.join(self._name(layer) for layer in self._current)}" if self._current else "between layers"
+        if self._current:
+            return f"at layer {', '.join(self._name(layer) for layer in self._current)}"
+        return f"before layer {self._name(0)}, the first" if self.store.flats else "between steps"
 
     def make_room(self) -> None:
         """Let go of everything that nobody is using."""
+        self._let_go(())
         for other, resident in enumerate(self.store.resident):
             if resident and other not in self._current and other not in self._landed:
                 self.store.drop(other)
@@ -162,6 +189,7 @@ class Residents:
         finally:
             self._aside = False
             self._current = ()
+            self._drop_others(())
 
     def saving(self) -> saved_tensors_hooks:
         """Autograd keeps handles of weights instead of weights, and asks for them when it needs them."""
@@ -174,9 +202,20 @@ class Residents:
 
     def _bring(self, bring: list[int], layer: int) -> None:
         for other in bring:
-            self.store.fetch(other)
+            self._fetch(other)
+        for other in bring:
+            self.store.arrived(other)
         if not self.store.resident[layer]:
             self.store.open(layer)
+
+    def _ready(self, layer: int) -> bool:
+        return self.store.resident[layer] and layer not in self._gone
+
+    def _fetch(self, layer: int) -> None:
+        if layer in self._gone:  # what is there are its gradients, on their way home
+            self._gone.remove(layer)
+            self.store.drop(layer)
+        self.store.fetch(layer)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         layer = self._by_storage.get(tensor.untyped_storage()._cdata)
@@ -197,16 +236,11 @@ class Residents:
     def _close_moment(self) -> None:
         if self._current:
             peak = self.meter.reset_peak()
-            label = f"moment {len(self._trace)} ({', '.join(self._name(k) for k in self._current)})"
-            self._trace.append(Moment(needs=self._current, room_nbytes=peak, ends=tuple(self._ends), label=label))
+            label = f"moment {len(self.trace)} ({', '.join(self._name(k) for k in self._current)})"
+            self.trace.append(
+                Moment(needs=self._current, room_nbytes=peak, ends=tuple(self._ends), empty=self._empty, label=label)
+            )
             self._ends = []
-
-    def _plan(self) -> Schedule:
-        """`room_nbytes` of the record is what others took; here it becomes what they left."""
-        rooms = [
-            Moment(needs=m.needs, room_nbytes=self.budget_nbytes - m.room_nbytes, ends=m.ends, label=m.label) for m in self._trace
-        ]
-        return schedule(rooms, [self.store.nbytes(layer) for layer in range(len(self.store.flats))])
 
     def _name(self, layer: int) -> str:
         return self.store.table.layers[layer].path or "the model itself"

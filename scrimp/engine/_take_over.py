@@ -8,25 +8,31 @@ import torch
 from torch import nn
 
 from scrimp.chunks._store import Store
-from scrimp.chunks._table import ChunkTable, Slot, build_table
+from scrimp.chunks._table import ChunkTable, Row, Slot, build_table
 from scrimp.errors import RunError
 from scrimp.layers import Layer
 
 DEFAULT_CHUNK = 32 << 20
 
 
-def table_of(model: nn.Module, layers: tuple[Layer, ...], chunk_numel: int, world: int) -> ChunkTable:
+def table_of(model: nn.Module, layers: tuple[Layer, ...], chunk_numel: int, world: int, *, wide: bool) -> ChunkTable:
+    """`wide`: parameters beside running statistics stay fp32, as their statistics do."""
     parameters = dict(model.named_parameters())
+    beside = {name for name in parameters if wide and _keeps_statistics(model.get_submodule(name.rpartition(".")[0]))}
     rows = []
     for layer in layers:
-        rows.append((layer.path, [_row(name, parameters[name]) for name in layer.parameters], layer.shared))
+        rows.append((layer.path, [_row(name, parameters[name], name in beside) for name in layer.parameters], layer.shared))
     return build_table(rows, capacity=chunk_numel, world=world)
 
 
-def _row(name: str, parameter: nn.Parameter) -> tuple[str, tuple[int, ...], bool]:
+def _keeps_statistics(module: nn.Module) -> bool:
+    return getattr(module, "running_mean", None) is not None
+
+
+def _row(name: str, parameter: nn.Parameter, wide: bool) -> Row:
     if not parameter.is_floating_point():
         raise RunError(f"parameter {name} is {parameter.dtype}; the engine trains and keeps floating-point parameters only")
-    return name, tuple(parameter.shape), parameter.requires_grad
+    return Row(name=name, shape=tuple(parameter.shape), trainable=parameter.requires_grad, wide=wide)
 
 
 def take_over(model: nn.Module, store: Store) -> dict[int, tuple[int, Slot]]:
@@ -37,15 +43,16 @@ def take_over(model: nn.Module, store: Store) -> dict[int, tuple[int, Slot]]:
         slots = {slot.name: slot for slot in layer.slots}
         storage = store.flats[index].untyped_storage()
         storage.resize_(store.nbytes(index))  # views can only be made of what is there
-        for owner, names in _owners(model, slots):
-            _materialise(model, owner, names)
-            for name, attribute in names:
-                old = owner._parameters[attribute]
-                assert old is not None
-                store.adopt(index, slots[name], store.wire.from_first(old.detach()))
-                new = nn.Parameter(store.device_view(index, slots[name]), requires_grad=slots[name].trainable)
-                _replace(model, old, new)
-                places[id(new)] = (index, slots[name])
+        with store.opened(index, write=True):
+            for owner, names in _owners(model, slots):
+                _materialise(model, owner, names)
+                for name, attribute in names:
+                    old = owner._parameters[attribute]
+                    assert old is not None
+                    store.adopt(index, slots[name], store.wire.from_first(old.detach()))
+                    new = nn.Parameter(store.device_view(index, slots[name]), requires_grad=slots[name].trainable)
+                    _replace(model, old, new)
+                    places[id(new)] = (index, slots[name])
         storage.resize_(0)
     return places
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from scrimp.chunks._classes import Rates
 from scrimp.chunks._wire import Wire
 
 
@@ -18,7 +22,20 @@ def join_world(device: torch.device) -> Wire:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if not dist.is_initialized():
         return Wire()
-    return Wire(world=dist.get_world_size(), rank=dist.get_rank())
+    over_gloo = dist.get_backend() == "gloo"
+    return Wire(world=dist.get_world_size(), rank=dist.get_rank(), device=torch.device("cpu") if over_gloo else device)
+
+
+def agreed(wire: Wire, rates: Rates) -> Rates:
+    """Rank 0's: what is chosen by them must be the same everywhere."""
+    return Rates(**dict(zip(asdict(rates), wire.from_first(torch.tensor([*asdict(rates).values()])).tolist(), strict=True)))
+
+
+def ranks_here(wire: Wire) -> int:
+    """How many of the ranks share this host."""
+    name = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+    mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    return int((wire.every(mine) == mine).all(1).sum())
 
 
 def share_buffers(wire: Wire, model: nn.Module) -> None:

@@ -81,3 +81,42 @@ class Ledger:
         now: Mapping[str, int] = data["now"]
         peak = Snapshot(by_kind=tuple(data["peak"]["by_kind"].items()), when=data["peak"]["when"])
         return cls(tier=data["tier"], now=dict(now), total_nbytes=sum(now.values()), peak=peak)
+
+
+@dataclass(kw_only=True)
+class Books:
+    """The ledgers of one rank's tiers. What is asked of the books themselves is asked of the device's: its peak is the
+    number that must fit."""
+
+    device: Ledger
+    host: Ledger = field(default_factory=lambda: Ledger(tier="host"))
+    disk: Ledger = field(default_factory=lambda: Ledger(tier="disk"))
+
+    @property
+    def peak(self) -> Snapshot:
+        return self.device.peak
+
+    @property
+    def peak_nbytes(self) -> int:
+        return self.device.peak_nbytes
+
+    @property
+    def now(self) -> dict[str, int]:
+        return self.device.now
+
+    @property
+    def total_nbytes(self) -> int:
+        return self.device.total_nbytes
+
+    def reset_peak(self) -> None:
+        self.device.reset_peak()
+
+    def snapshot(self) -> Snapshot:
+        return self.device.snapshot()
+
+    def __str__(self) -> str:
+        rows = []
+        for ledger in (self.device, self.host, self.disk):
+            if ledger.peak_nbytes:
+                rows += [f"{ledger.tier} now   {ledger.snapshot()}", f"{ledger.tier} peak  {ledger.peak}"]
+        return "\n".join(rows)

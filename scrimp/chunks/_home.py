@@ -1,0 +1,83 @@
+"""Where one layer's data lives on this rank.
+
+`place` says where masters and optimizer states are, and with them the weights that the layer is fetched from:
+
+    host     weights, masters and states in the host's arenas
+    device   all of them on the device; updated there, never sent
+    disk     weights in the host's arenas, masters and states in a spill file, through a stage for each update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from scrimp.chunks._shards import Shards
+from scrimp.chunks._spill import SpillFile
+from scrimp.chunks._table import Slot
+
+HOST, DEVICE, DISK = "host", "device", "disk"
+
+
+@dataclass(kw_only=True)
+class Home:
+    """`master` is None where the weights are fp32 and their own master; `gradients` is None where a gradient takes its
+    weight's slot. On disk `master` and `states` are empty here."""
+
+    place: str
+    weights: torch.Tensor
+    gradients: torch.Tensor | None
+    master: torch.Tensor | None
+    states: list[torch.Tensor] = field(default_factory=list)
+    file: SpillFile | None = None
+    fresh: bool = True  # nothing was written to the file yet
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every storage of it, once."""
+        return [t for t in (self.weights, self.gradients, self.master, *self.states) if t is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A contiguous part of a parameter on this rank: `inside` says where in the parameter. Gradient and weight may be
+    the same memory, weight and master too."""
+
+    inside: slice
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    master: torch.Tensor
+    states: list[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A layer's data, all in memory."""
+
+    layer: int
+    shards: Shards
+    weights: torch.Tensor
+    gradients: torch.Tensor | None
+    master: torch.Tensor
+    states: list[torch.Tensor]
+
+    @property
+    def own_master(self) -> bool:
+        return self.master is self.weights
+
+    def pieces(self, slot: Slot) -> Iterator[Piece]:
+        for inside, span in self.shards.pieces(self.layer, slot):
+            weight = self.weights[span]
+            yield Piece(
+                inside=inside,
+                weight=weight,
+                gradient=weight if self.gradients is None else self.gradients[span],
+                master=weight if self.own_master else self.master[span],
+                states=[state[span] for state in self.states],
+            )

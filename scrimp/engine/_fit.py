@@ -1,0 +1,62 @@
+"""Whether model data fits, before anything is allocated: the largest layer on the device, all homes on host and disk."""
+
+from __future__ import annotations
+
+import torch
+
+from scrimp.chunks._home import DISK, HOST
+from scrimp.chunks._shards import Shards
+from scrimp.chunks._store import DTYPES, sizes
+from scrimp.chunks._table import ChunkTable
+from scrimp.engine._memory import Budget
+from scrimp.errors import FitError
+from scrimp.ledger import format_nbytes
+
+
+def first_places(
+    table: ChunkTable, budget: Budget, *, precision: str, states: int, accumulate: int, world: int, ranks_here: int
+) -> list[str]:
+    """Where each layer's home is at first: on the host, or where that is full (the last layers) with its masters and
+    states on disk."""
+    dtypes = [torch.float32 if layer.wide else DTYPES[precision] for layer in table.layers]
+    _fits_device(table, budget, dtypes)
+    shards = Shards(table=table, world=world, rank=0)
+    rows = [sizes(shards, k, dtype, states, accumulate) for k, dtype in enumerate(dtypes)]
+    room = budget.host_nbytes // ranks_here
+    total = sum(sum(row) for row in rows)
+    places = [HOST] * len(rows)
+    if total <= room:
+        return places
+    if budget.disk is not None:
+        for k in reversed(range(len(rows))):
+            # A layer on disk is updated through a stage on the host.
+            stage = max((rows[j][2] for j in range(len(rows)) if places[j] == DISK), default=0)
+            if total + stage <= room:
+                break
+            total -= rows[k][2]
+            places[k] = DISK
+        if total + max(row[2] for row in rows) <= room:
+            return places
+    weights, gradients, rest = (sum(row[i] for row in rows) for i in range(3))
+    raise FitError(
+        f"model data takes {format_nbytes(weights + gradients + rest)} on this rank's host (weights {format_nbytes(weights)}, "
+        f"gradients {format_nbytes(gradients)}, optimizer {format_nbytes(rest)}), its share of the host budget is "
+        f"{format_nbytes(room)} ({budget.host_origin}, {ranks_here} ranks here). "
+        + (
+            "Even with all masters and states on disk the weights do not fit: use more ranks or a larger Memory(host=...)"
+            if budget.disk is not None
+            else "Use Memory(disk=folder) for masters and states, more ranks, or a larger Memory(host=...)"
+        )
+    )
+
+
+def _fits_device(table: ChunkTable, budget: Budget, dtypes: list[torch.dtype]) -> None:
+    for layer in table.layers:
+        nbytes = sum(table.layers[other].numel * dtypes[other].itemsize for other in layer.needs)
+        if nbytes > budget.device_nbytes:
+            largest = max(layer.slots, key=lambda slot: slot.numel)
+            raise FitError(
+                f"layer '{layer.path}' has {format_nbytes(nbytes)} of weights, the device budget is "
+                f"{format_nbytes(budget.device_nbytes)} ({budget.device_origin}); its largest parameter is {largest.name} "
+                f"{largest.shape}. Use a larger Memory(device=...), or split the layer into smaller modules"
+            )

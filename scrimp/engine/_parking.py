@@ -1,0 +1,61 @@
+"""A layer's inputs between its forward and its recomputation: on the device, or parked on the host."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from scrimp.chunks._arena import arena
+from scrimp.chunks._cuda_meter import CudaMeter
+from scrimp.chunks._meter import CpuMeter
+from scrimp.chunks._store import Store
+
+
+class Parked:
+    """Only activations are parked: tensors that gradients flow through. Masks and tables are shared by many layers, so
+    that parking one layer's reference would free nothing."""
+
+    def __init__(self, args: Any, kwargs: Any, store: Store, meter: CpuMeter | CudaMeter) -> None:
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self._store = store
+        self._meter = meter
+        self._away: dict[int, tuple[torch.Tensor, torch.Size]] = {}
+        self.used = False
+
+    def bring(self) -> tuple[Any, Any]:
+        """Arguments and keywords, on the device."""
+        self.used = True
+        for k, (there, shape) in self._away.items():
+            here = torch.empty(shape, dtype=there.dtype, device=self._store.device)
+            self._store.lanes.wait(self._store.lanes.up(here, there.view(shape)))
+            self._store.traffic.up_nbytes += there.nbytes
+            self._leaves[k] = here.requires_grad_()
+        self._away.clear()
+        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        return args, kwargs
+
+    def park(self) -> None:
+        for k, leaf in enumerate(self._leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point():
+                there = self._host(leaf)
+                source = leaf.detach()
+                self._store.lanes.down(there.view(leaf.shape), source)
+                if source.is_cuda:
+                    source.record_stream(self._store.lanes.downward)
+                self._store.traffic.down_nbytes += there.nbytes
+                self._away[k] = (there, leaf.shape)
+                self._leaves[k] = None
+
+    def _host(self, leaf: torch.Tensor) -> torch.Tensor:
+        if self._store.lanes.overlapped:
+            there = torch.empty(leaf.numel(), dtype=leaf.dtype, pin_memory=True)
+        else:
+            there = arena(leaf.numel(), leaf.dtype)
+            self._meter.ignore(there)
+        host, nbytes = self._store.books.host, there.nbytes
+        host.charge("activations", nbytes)
+        weakref.finalize(there.untyped_storage(), host.free, "activations", nbytes)
+        return there

@@ -1,0 +1,195 @@
+"""From a tracing step to what the next steps do: which layers keep their activations, which live on the device, and the
+schedule of the others.
+
+A batch of a shape that was not seen before is traced: with every layer recomputed, which takes the least; once more with
+those kept that fit, which shows what that really takes; then the schedule holds for batches of that shape. A smaller batch
+uses the schedule of a larger one. All ranks decide alike: they compare what they have and plan for the largest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from scrimp.chunks._classes import Choice, LayerCost, Rates, choose
+from scrimp.chunks._home import DEVICE, DISK
+from scrimp.chunks._residency import Moment
+from scrimp.chunks._store import Store
+from scrimp.engine._batch import Signature, covers
+from scrimp.engine._forward import Recompute, Seen
+from scrimp.errors import FitError
+
+UPDATE_NBYTES = 28  # read and written per parameter: gradient, master, two moments, weight
+MOST_REPLANS = 3  # a model that asks in another order every step is not planned for any more
+
+
+@dataclass
+class Planned:
+    """What is known for one shape of batch. `kept` is None until the first trace."""
+
+    kept: frozenset[int] | None = None
+    parked: bool = False
+    choice: Choice | None = None
+    expected: tuple[tuple[int, ...], ...] = ()
+    trace: tuple[Moment, ...] = ()
+    costs: tuple[LayerCost, ...] = ()
+    again_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    replans: int = 0
+
+
+class Planning:
+    def __init__(self, store: Store, recompute: Recompute, mode: str, rates: Rates, room_nbytes: int) -> None:
+        self.store = store
+        self.recompute = recompute
+        self.mode = mode
+        self.rates = rates
+        self.room_nbytes = room_nbytes  # of the device, for weights and all that the meter counts
+        self.stage_nbytes = 0  # what an update on the device needs besides
+        self.current: Planned | None = None
+        self._plans: dict[object, Planned] = {}
+        self._homes: frozenset[int] | None = None  # None: not chosen yet
+
+    def prepare(self, signature: Signature) -> Planned:
+        """The plan for a batch, perhaps empty; recomputation is set as it says."""
+        key = self._key(signature)
+        plan = self._plans.get(key)
+        if plan is None and self.store.wire.world == 1:
+            larger = [other for other, known in self._plans.items() if known.choice and covers(other, signature)]  # type: ignore[arg-type]
+            if larger:
+                plan = self._plans[larger[0]]
+        if plan is None:
+            plan = self._plans[key] = Planned(kept=frozenset() if self.mode == "all" else None)
+        everything = self.recompute.recomputable
+        if self.mode == "none":
+            self.recompute.again = frozenset()
+        else:
+            self.recompute.again = everything - (plan.kept or frozenset())
+        self.recompute.parked = plan.parked
+        self.current = plan
+        return plan
+
+    def spare(self, plan: Planned) -> bool:
+        """After a step that did not fit: whether there is a way that takes less."""
+        if plan.choice is not None:
+            self.room_nbytes -= self.room_nbytes // 32  # planned too tightly; trace again
+        elif plan.kept:
+            plan.kept = frozenset()
+        elif self.mode != "none" and not plan.parked and self.recompute.recomputable:
+            plan.parked = True
+        else:
+            return False
+        plan.choice = None
+        return True
+
+    def homes_back(self) -> bool:
+        """Bring all homes from the device to the host; whether there were any."""
+        layers = [k for k, home in enumerate(self.store.homes) if home.place == DEVICE]
+        for layer in layers:
+            self.store.demote(layer)
+        if layers:
+            self._homes = frozenset()
+            for plan in self._plans.values():
+                plan.choice = None
+        return bool(layers)
+
+    def digest(self, plan: Planned, trace: list[Moment], seen: dict[int, Seen]) -> list[torch.Tensor]:
+        """Learn from a step that traced; new tensors on the device, if homes moved there."""
+        plan.replans += 1
+        if plan.replans > MOST_REPLANS + 2:
+            return []
+        if plan.kept is None or not plan.costs:
+            plan.costs = self._costs(seen)
+            plan.forward_seconds = sum(_seconds(s) for s in seen.values())
+        trace = self._largest(trace)
+        moments = [
+            Moment(needs=m.needs, room_nbytes=self.room_nbytes - m.room_nbytes, ends=m.ends, empty=m.empty, label=m.label)
+            for m in trace
+        ]
+        again = self.recompute.again
+        plan.again_seconds = sum(plan.costs[k].again_seconds for k in again)
+        first = plan.kept is None
+        may_keep = first and self.mode == "auto"
+        costs = [self._restricted(k, cost, again if may_keep else frozenset()) for k, cost in enumerate(plan.costs)]
+        update_room = self.room_nbytes - self.stage_nbytes
+        try:
+            choice = choose(moments, costs, self.rates, update_room_nbytes=update_room, world=self.store.wire.world)
+        except FitError:  # it ran, if only just: go on holding the least
+            plan.kept = plan.kept or frozenset()
+            return []
+        if may_keep:
+            plan.kept = choice.kept
+            if choice.kept:
+                return []  # one more step shows what keeping them takes
+        plan.kept = plan.kept or frozenset()
+        plan.choice, plan.trace = choice, tuple(trace)
+        plan.expected = tuple(moment.needs for moment in trace)
+        return self._move_homes(plan, choice.device)
+
+    def _restricted(self, layer: int, cost: LayerCost, may_keep: frozenset[int]) -> LayerCost:
+        """Once homes are chosen, other batches may only bring some back."""
+        movable = cost.movable and (self._homes is None or layer in self._homes)
+        return LayerCost(**{**cost.__dict__, "movable": movable, "recomputable": layer in may_keep})
+
+    def _move_homes(self, plan: Planned, device: frozenset[int]) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        for layer, home in enumerate(self.store.homes):
+            if home.place == DEVICE and layer not in device:
+                self.store.demote(layer)
+        for layer in sorted(device):
+            if self.store.homes[layer].place != DEVICE:
+                made += self.store.promote(layer)
+        if self._homes is not None and device != self._homes:
+            for other in self._plans.values():
+                if other is not plan:
+                    other.choice = None
+        self._homes = device
+        return made
+
+    def _costs(self, seen: dict[int, Seen]) -> tuple[LayerCost, ...]:
+        costs = []
+        layers = self.store.table.layers
+        found = torch.zeros(len(layers), 2, dtype=torch.float64)
+        for k, one in seen.items():
+            found[k] = torch.tensor([one.kept_nbytes, _seconds(one)], dtype=torch.float64)
+        if self.store.wire.world > 1:
+            found = self.store.wire.every(found).amax(0)
+        for k, layer in enumerate(layers):
+            trained = self.store.shards.trained_numel(k)
+            costs.append(
+                LayerCost(
+                    nbytes=self.store.nbytes(k),
+                    home_nbytes=self.store.device_home_nbytes(k),
+                    down_nbytes=trained * self.store.dtype_of(k).itemsize,
+                    update_nbytes=trained * UPDATE_NBYTES,
+                    kept_nbytes=max(0, int(found[k, 0])),
+                    again_seconds=float(found[k, 1]),
+                    movable=self.store.homes[k].place != DISK and layer.numel > 0,
+                )
+            )
+        return tuple(costs)
+
+    def _largest(self, trace: list[Moment]) -> list[Moment]:
+        """What others took at each moment, on the rank where it was most."""
+        wire = self.store.wire
+        if wire.world == 1:
+            return trace
+        most = wire.every(torch.tensor([moment.room_nbytes for moment in trace])).amax(0).tolist()
+        return [Moment(**{**moment.__dict__, "room_nbytes": most[k]}) for k, moment in enumerate(trace)]
+
+    def _key(self, signature: Signature) -> object:
+        wire = self.store.wire
+        if wire.world == 1:
+            return signature
+        digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
+        return bytes(wire.every(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).flatten().tolist())
+
+
+def _seconds(seen: Seen) -> float:
+    if seen.marks:
+        torch.cuda.synchronize()
+        seen.seconds = sum(start.elapsed_time(end) for start, end in seen.marks) / 1e3
+        seen.marks.clear()
+    return seen.seconds
