@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from scrimp.cluster import Link as Link
     from scrimp.engine import Engine as Engine
     from scrimp.engine import Memory as Memory
+    from scrimp.engine._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
     from scrimp.errors import CheckpointError as CheckpointError
     from scrimp.errors import FitError as FitError
     from scrimp.errors import LayoutError as LayoutError
@@ -46,6 +47,7 @@ _HOME = {
     "RunError": "scrimp.errors",
     "SGD": "scrimp.chunks._optim",
     "ScrimpError": "scrimp.errors",
+    "chunked_cross_entropy": "scrimp.engine._cross_entropy",
     "redistribute": "scrimp.ext.dtensor",
     "redistribute_many": "scrimp.move.many",
     "synthesize": "scrimp.move",
