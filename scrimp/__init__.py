@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from scrimp.cluster import Link as Link
     from scrimp.engine import Engine as Engine
     from scrimp.engine import Memory as Memory
+    from scrimp.engine._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
+    from scrimp.engine._metrics import read_metrics as read_metrics
+    from scrimp.engine._progress import Progress as Progress
     from scrimp.errors import CheckpointError as CheckpointError
     from scrimp.errors import FitError as FitError
     from scrimp.errors import LayoutError as LayoutError
@@ -43,9 +46,12 @@ _HOME = {
     "Mesh": "scrimp.layout",
     "MoveError": "scrimp.errors",
     "Program": "scrimp.move",
+    "Progress": "scrimp.engine._progress",
     "RunError": "scrimp.errors",
     "SGD": "scrimp.chunks._optim",
     "ScrimpError": "scrimp.errors",
+    "chunked_cross_entropy": "scrimp.engine._cross_entropy",
+    "read_metrics": "scrimp.engine._metrics",
     "redistribute": "scrimp.ext.dtensor",
     "redistribute_many": "scrimp.move.many",
     "synthesize": "scrimp.move",

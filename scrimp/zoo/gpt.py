@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+# From what enters the head, the head's weight and the targets; how the logits are made and kept is its own affair.
+HeadLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +24,7 @@ class GPTConfig:
     expansion: int = 4
     dropout: float = 0.0
     tie: bool = True
+    head_loss: HeadLoss | None = None
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:
@@ -43,6 +49,20 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
+
+
+class Head(nn.Linear):
+    """With targets the loss instead of logits: only here, where the weight is at home, may a loss of one's own use it."""
+
+    def __init__(self, dim: int, vocab: int, loss: HeadLoss | None) -> None:
+        super().__init__(dim, vocab, bias=False)
+        self.loss = loss
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return super().forward(x)
+        assert self.loss is not None
+        return self.loss(x, self.weight, targets)
 
 
 class CausalAttention(nn.Module):
@@ -100,7 +120,7 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
-        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        self.head = Head(config.dim, config.vocab, config.head_loss)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -119,7 +139,11 @@ class GPT(nn.Module):
         x = self.drop(self.embed(tokens) + self.positions(torch.arange(seq, device=tokens.device)))
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
+        x = self.norm(x)
+        if targets is not None and self.config.head_loss is not None:
+            loss: Tensor = self.head(x, targets)
+            return loss
+        logits: Tensor = self.head(x)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from scrimp.zoo.gpt import Embedding
+from scrimp.zoo.gpt import Embedding, Head, HeadLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,7 @@ class LlamaConfig:
     hidden: int = 11008
     theta: float = 10000.0
     eps: float = 1e-5
+    head_loss: HeadLoss | None = None
 
     def __post_init__(self) -> None:
         if self.dim % self.heads or self.dim // self.heads % 2:
@@ -135,7 +136,7 @@ class Llama(nn.Module):
         self.rotary = Rotary(config.seq, config.dim // config.heads, config.theta)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.eps)
-        self.head = nn.Linear(config.dim, config.vocab, bias=False)
+        self.head = Head(config.dim, config.vocab, config.head_loss)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         seq = tokens.shape[1]
@@ -145,7 +146,11 @@ class Llama(nn.Module):
         cos, sin = self.rotary(seq)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits: Tensor = self.head(self.norm(x))
+        x = self.norm(x)
+        if targets is not None and self.config.head_loss is not None:
+            loss: Tensor = self.head(x, targets)
+            return loss
+        logits: Tensor = self.head(x)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
