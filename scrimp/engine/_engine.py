@@ -26,10 +26,12 @@ from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._store import DTYPES, Store
 from scrimp.chunks._table import ChunkTable, Slot
 from scrimp.chunks._update import Updater
+from scrimp.engine._caches import no_caches
 from scrimp.engine._forward import watch_layers
 from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._resident import Residents
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
+from scrimp.engine._weights import Source
 from scrimp.engine._world import join_world, share_buffers
 from scrimp.errors import FitError, MoveError, RunError
 from scrimp.layers import find_layers
@@ -43,6 +45,7 @@ class Engine:
         self,
         model: nn.Module,
         *,
+        weights: Source | None = None,
         optimizer: Optimizer | None = None,
         memory: Memory | None = None,
         precision: str = "bf16",
@@ -83,7 +86,7 @@ class Engine:
             wire=self.wire,
         )
         self._optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
-        self._places = take_over(model, self.store)
+        self._places = take_over(model, self.store, weights)
         self._counts: dict[str, int] = {}
         buffers = buffers_to(model, self.device)
         self.ledger.charge("buffers", buffers)
@@ -123,7 +126,7 @@ class Engine:
         self.model.train()
         share_buffers(self.wire, self.model)
         try:
-            with self._metered(args, kwargs):
+            with no_caches(self.model), self._metered(args, kwargs):
                 self.residents.begin_step()
                 for part_args, part_kwargs in _parts(args, kwargs, self.accumulate):
                     losses.append(self._forward_backward(part_args, part_kwargs))
