@@ -108,3 +108,11 @@ def fault(kind: str) -> str:
     except RunError as error:
         return str(error)
     return "no error"
+
+
+def weights_of(name: str, weights: str) -> dict:
+    """Built on meta from a file; a state dict would be rank 0's."""
+    with torch.device("meta"):
+        model = zoo.build(name)
+    engine = Engine(model, weights=weights, memory=Memory(device="1GiB"), device="cpu", chunk_numel=1000)
+    return {key: value.clone() for key, value in engine.iter_state()}

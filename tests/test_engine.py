@@ -358,3 +358,32 @@ def test_what_is_refused_and_why(make: Any, words: list[str]) -> None:
         make()
     for word in words:
         assert word in str(caught.value), str(caught.value)
+
+
+class Stray(nn.Module):
+    """Weights that are used without their module being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(16)), nn.Parameter(torch.full((16,), 0.5))])
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scales[0] * x
+        for block in self.blocks:
+            x = x + block(x) * self.scales[1]
+        return nn.functional.linear(x, self.head.weight, bias=self.head.bias).square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_weights_that_are_used_where_their_module_does_not_run(recompute: str) -> None:
+    torch.manual_seed(0)
+    model = Stray()
+    batches = [(torch.randn(4, 16),) for _ in range(6)]
+    want, _ = train_fp32(model, batches, adamw)
+    for device in ("1GiB", "16KiB"):
+        engine = engine_for(model, device, precision="fp32", recompute=recompute)
+        run(engine, tuple(batches))
+        assert_same(engine.state_dict(), want)
+        assert engine.evaluate(*batches[0]).isfinite()

@@ -41,3 +41,10 @@ def test_tied_weights_are_shared_and_direct_parameters_a_layer_of_their_own() ->
 
 def test_a_single_module_is_one_layer() -> None:
     assert [layer.path for layer in find_layers(nn.Linear(2, 2))] == [""]
+
+
+def test_a_bare_container_is_no_layer() -> None:
+    """A stack of one has no repeat, but nobody ever calls the ModuleList."""
+    paths = [layer.path for layer in find_layers(zoo.build("gpt-tiny", layers=1))]
+    assert "blocks" not in paths
+    assert "blocks.0.mlp.up" in paths

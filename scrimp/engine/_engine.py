@@ -13,7 +13,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from scrimp.checkpoint import load, save
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._home import DEVICE
 from scrimp.chunks._meter import CpuMeter
@@ -32,14 +31,18 @@ from scrimp.chunks._table import Slot
 from scrimp.chunks._update import Updater, stage_numel
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
+from scrimp.engine._caches import no_caches
 from scrimp.engine._fit import first_places
 from scrimp.engine._forward import Recompute, watch_layers
 from scrimp.engine._judge import LossScale, judge
 from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._planning import Planned, Planning
 from scrimp.engine._resident import Residents
+from scrimp.engine._state import iter_state, load_state, save_state
+from scrimp.engine._strays import Strays
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._undo import Undo
+from scrimp.engine._weights import Source
 from scrimp.engine._world import agreed, join_world, ranks_here, share_buffers
 from scrimp.errors import FitError, MoveError, RunError
 from scrimp.layers import find_layers
@@ -53,6 +56,7 @@ class Engine:
         self,
         model: nn.Module,
         *,
+        weights: Source | None = None,
         optimizer: Optimizer | None = None,
         memory: Memory | None = None,
         precision: str = "bf16",
@@ -107,10 +111,10 @@ class Engine:
         self._optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         self._largest = max((slot.numel for layer in table.layers for slot in layer.slots if slot.trainable), default=0)
         self._updater = Updater(torch.device("cpu"), self._largest)
-        self._places = take_over(model, self.store)
+        self.places = take_over(model, self.store, weights)
         self._order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
-        self._counts: dict[str, int] = {}
-        self._loss_scale = LossScale(dynamic=precision == "fp16")
+        self.counts: dict[str, int] = {}
+        self.loss_scale = LossScale(dynamic=precision == "fp16")
         buffers = buffers_to(model, self.device)
         self.ledger.device.charge("buffers", buffers)
         self._meter: CpuMeter | CudaMeter
@@ -124,6 +128,7 @@ class Engine:
         self._meter.ignore(self._updater.stage)
         self._undo = Undo(model, self.device)
         self.residents = Residents(self.store, self._meter, self._retire)
+        self._strays = Strays(self.residents)
         self.recompute = Recompute()
         watch_layers(model, self.residents, self.recompute)
         self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
@@ -180,7 +185,7 @@ class Engine:
         self._traffic = (moved.up_nbytes, moved.down_nbytes, moved.read_nbytes, moved.written_nbytes)
         try:
             share_buffers(self.wire, self.model)
-            with self._metered(args, kwargs):
+            with no_caches(self.model), self._metered(args, kwargs):
                 self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
                 for part_args, part_kwargs in parts(args, kwargs, self.accumulate):
                     losses.append(self._forward_backward(part_args, part_kwargs))
@@ -193,20 +198,21 @@ class Engine:
     def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self._part_landed: set[str] = set()
         args, kwargs = to_device(args, kwargs, self.device, self.store.dtype)
-        with self.residents.saving():
+        looking = self._strays if self._strays.found or self.residents.tracing else nullcontext()
+        with self.residents.saving(), looking:
             out = self.model(*args, **kwargs)
             loss = loss_of(self.loss(out) if self.loss is not None else out)
             del out
         value = loss.detach().clone()
-        if self._loss_scale.value != 1:
-            loss = loss * self._loss_scale.value
+        if self.loss_scale.value != 1:
+            loss = loss * self.loss_scale.value
         if self.accumulate > 1:
             loss = loss / self.accumulate
         loss.backward()  # type: ignore[no-untyped-call]
         return value
 
     def _land(self, parameter: torch.Tensor) -> None:
-        layer, slot = self._places[id(parameter)]
+        layer, slot = self.places[id(parameter)]
         if slot.name in self._part_landed:
             raise RunError(
                 f"a second gradient for {slot.name} in one backward: use checkpoint(..., use_reentrant=False), "
@@ -228,16 +234,16 @@ class Engine:
         """Whether to update: finite gradients, if that was asked for; sets the scale that clips the norm."""
         self._scale: torch.Tensor | None = None
         self.store.lanes.settle()
-        must_be_finite = self.skip_nonfinite or self._loss_scale.dynamic
+        must_be_finite = self.skip_nonfinite or self.loss_scale.dynamic
         if not must_be_finite and self.clip_norm is None:
             return True
         try:
-            verdict = judge(self.store, self._in_order(), clip=self.clip_norm, loss_scale=self._loss_scale.value)
+            verdict = judge(self.store, self._in_order(), clip=self.clip_norm, loss_scale=self.loss_scale.value)
         except MoveError as error:
             raise self._named(error) from error
-        self._loss_scale.saw(finite=verdict.bad is None)
+        self.loss_scale.saw(finite=verdict.bad is None)
         if verdict.bad is not None and must_be_finite:
-            if not self._loss_scale.dynamic:
+            if not self.loss_scale.dynamic:
                 warnings.warn(f"step {self.steps}: gradient of {verdict.bad} is not finite; the update is skipped", stacklevel=3)
             return False
         self.norm, self._scale = verdict.norm, verdict.scale
@@ -255,7 +261,7 @@ class Engine:
                 updater, scale = there, scale if scale is None else scale.to(self.device)
             with self.store.opened(layer, write=True) as data:
                 for slot in slots:
-                    count = self._counts[slot.name] = self._counts.get(slot.name, 0) + 1
+                    count = self.counts[slot.name] = self.counts.get(slot.name, 0) + 1
                     for piece in data.pieces(slot):
                         updater.apply(self._optimizers[slot.name], self.steps, count, piece, scale, own_master=data.own_master)
             self.store.settled(layer)
@@ -270,7 +276,7 @@ class Engine:
         try:
             while True:
                 try:
-                    with self._metered(args, kwargs), torch.no_grad(), self.residents.aside():
+                    with self._metered(args, kwargs), torch.no_grad(), self.residents.aside(), self._strays:
                         here, there = to_device(args, kwargs, self.device, self.store.dtype)
                         return self.model(*here, **there)
                 except FitError as error:
@@ -297,40 +303,15 @@ class Engine:
 
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in fp32 by every name it has, and every buffer; every rank gets all of them, one at a time."""
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            layer, slot = self._places[id(parameter)]
-            yield name, self._full(layer, slot)
-        for name, buffer in self.model.named_buffers():
-            yield name, buffer.detach().cpu().clone()
+        return iter_state(self)
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: weights, masters, states, step and random state; complete or not there at all."""
-        save(
-            folder,
-            self.store,
-            optimizer=type(self.optimizer).__name__,
-            steps=self.steps,
-            skipped=self.skipped,
-            counts=self._counts,
-            loss_scale=(self._loss_scale.value, self._loss_scale.good),
-            rng=self._random_state(),
-            buffers=dict(self.model.named_buffers()),
-        )
+        save_state(self, folder)
 
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with."""
-        self.residents.abandon()
-        manifest, rng, buffers = load(folder, self.store, optimizer=type(self.optimizer).__name__)
-        self.steps, self.skipped = manifest.steps, manifest.skipped
-        self._loss_scale.value, self._loss_scale.good = manifest.loss_scale
-        self._counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}
-        for name, buffer in self.model.named_buffers():
-            if name in buffers:
-                buffer.copy_(buffers[name])
-        if rng:
-            torch.set_rng_state(rng["cpu"])
-            if "cuda" in rng and self.device.type == "cuda":
-                torch.cuda.set_rng_state(rng["cuda"], self.device)
+        load_state(self, folder)
 
     def close(self) -> None:
         """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state."""
@@ -339,19 +320,6 @@ class Engine:
         self._meter.close()
 
     # Parts.
-
-    def _random_state(self) -> dict[str, torch.Tensor]:
-        state = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self.device)
-        return state
-
-    def _full(self, layer: int, slot: Slot) -> torch.Tensor:
-        full = torch.zeros(slot.numel)
-        with self.store.opened(layer) as data:
-            for piece in data.pieces(slot):
-                full[piece.inside] = (piece.master if slot.trainable else piece.weight).float().cpu()
-        return self.wire.sum(full).view(slot.shape)
 
     def _in_order(self) -> list[tuple[int, Slot]]:
         """What landed, in the model's order: the order of sums must not depend on the order of arrival."""

@@ -41,6 +41,7 @@ class Residents:
         self.meter = meter
         self.step = 0
         self.tracing = False
+        self.moving = False  # layers are coming and going: what is done to them now is not the model's doing
         self.trace: list[Moment] = []  # of this step; `room_nbytes` is what others took
         self.seen: dict[int, Any] = {}
         self._schedule: Schedule | None = None
@@ -142,8 +143,15 @@ class Residents:
         """Bring a layer and what it shares; or, `empty`, make room for the layer without its weights."""
         pinned = {other for running in self._running for other in self.store.table.layers[running].needs}
         needs = tuple(sorted({*self.store.table.layers[layer].needs} | pinned | self._held | {*self._landed}))
-        if needs == self._current and all(self._ready(other) for other in needs):
+        if needs == self._current and all(self.ready(other) for other in needs):
             return
+        self.moving = True
+        try:
+            self._begin_moment(layer, needs, empty)
+        finally:
+            self.moving = False
+
+    def _begin_moment(self, layer: int, needs: tuple[int, ...], empty: bool) -> None:
         bring = [other for other in needs if not (empty and other == layer)]
         if self._aside:
             self._drop_others(needs)
@@ -166,6 +174,9 @@ class Residents:
         if self._schedule is not None:
             for other in self._schedule.ahead[at]:
                 self._fetch(other)
+
+    def ready(self, layer: int) -> bool:
+        return self.store.resident[layer] and layer not in self._gone
 
     def place(self) -> str:
         """Where the step is, in words."""
@@ -208,17 +219,18 @@ class Residents:
         if not self.store.resident[layer]:
             self.store.open(layer)
 
-    def _ready(self, layer: int) -> bool:
-        return self.store.resident[layer] and layer not in self._gone
-
     def _fetch(self, layer: int) -> None:
         if layer in self._gone:  # what is there are its gradients, on their way home
             self._gone.remove(layer)
             self.store.drop(layer)
         self.store.fetch(layer)
 
+    def layer_of(self, tensor: torch.Tensor) -> int | None:
+        """The layer whose storage a tensor is of."""
+        return self._by_storage.get(tensor.untyped_storage()._cdata)
+
     def _pack(self, tensor: torch.Tensor) -> Any:
-        layer = self._by_storage.get(tensor.untyped_storage()._cdata)
+        layer = self.layer_of(tensor)
         if layer is None:
             self.meter.mark_saved(tensor)
             return tensor.detach()  # an output that is saved with its graph would be a cycle, and outlive a failed step

@@ -1,14 +1,21 @@
-"""Taking over a model: layers found, chunk table built, parameters moved into the arenas one by one."""
+"""Taking over a model: chunk table built, parameters moved into the arenas, never more than a layer of them twice.
+
+What has values (or is given some) is adopted tensor by tensor. What is on meta is made layer by layer. A parameter that
+was adopted leaves a stand-in on meta until all are: so nothing that fills one layer can touch another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import ChunkTable, Row, Slot, build_table
+from scrimp.engine._fresh import Made, fill
+from scrimp.engine._match import Match, persistent_buffers
+from scrimp.engine._weights import Source, open_weights
 from scrimp.errors import RunError
 from scrimp.layers import Layer
 
@@ -35,65 +42,107 @@ def _row(name: str, parameter: nn.Parameter, wide: bool) -> Row:
     return Row(name=name, shape=tuple(parameter.shape), trainable=parameter.requires_grad, wide=wide)
 
 
-def take_over(model: nn.Module, store: Store) -> dict[int, tuple[int, Slot]]:
-    """Move every parameter into the store; what was on meta is made by its module's reset_parameters, module by module.
-    For each new Parameter, by id, its layer and slot."""
-    places: dict[int, tuple[int, Slot]] = {}
-    for index, layer in enumerate(store.table.layers):
-        slots = {slot.name: slot for slot in layer.slots}
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A parameter's places in the module tree: several if it is tied."""
+
+    layer: int
+    slot: Slot
+    places: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        module, attribute = self.places[0]
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        return parameter
+
+    def put(self, values: torch.Tensor) -> nn.Parameter:
+        parameter = nn.Parameter(values, requires_grad=self.slot.trainable)
+        for module, attribute in self.places:
+            module._parameters[attribute] = parameter
+        return parameter
+
+
+def take_over(model: nn.Module, store: Store, weights: Source | None = None) -> dict[int, tuple[int, Slot]]:
+    """Move every parameter into the store, with the values of `weights` if they are given, else its own, else those that
+    its model makes; rank 0's count, and every rank must find the weights. For each new Parameter, by id, its layer and
+    slot. All buffers have values then, too."""
+    given = None if weights is None else Match(model, open_weights(weights))
+    layers = _seats(model, store)
+    unmade = [[seat for seat in seats if given is None and seat.parameter.is_meta] for seats in layers]
+    for index, (seats, left) in enumerate(zip(layers, unmade, strict=True)):
+        with store.opened(index, write=True):  # once for all of them, if it is on disk
+            for seat in seats:
+                if seat not in left:
+                    _adopt(store, seat, seat.parameter if given is None else given.read_parameter(seat.slot.name))
+    for index, left in enumerate(unmade):
+        if left:
+            with store.opened(index, write=True):
+                _make(model, store, left)
+    _make_buffers(model, given)
+    places = {}
+    for index, seats in enumerate(layers):
         storage = store.flats[index].untyped_storage()
         storage.resize_(store.nbytes(index))  # views can only be made of what is there
-        with store.opened(index, write=True):
-            for owner, names in _owners(model, slots):
-                _materialise(model, owner, names)
-                for name, attribute in names:
-                    old = owner._parameters[attribute]
-                    assert old is not None
-                    store.adopt(index, slots[name], store.wire.from_first(old.detach()))
-                    new = nn.Parameter(store.device_view(index, slots[name]), requires_grad=slots[name].trainable)
-                    _replace(model, old, new)
-                    places[id(new)] = (index, slots[name])
+        for seat in seats:
+            places[id(seat.put(store.device_view(index, seat.slot)))] = (index, seat.slot)
         storage.resize_(0)
     return places
 
 
-def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a new Parameter wherever the old one stands in the module tree: tied weights stay tied."""
+def _seats(model: nn.Module, store: Store) -> list[list[Seat]]:
+    """By layer."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, attribute))
+    return [
+        [Seat(layer=k, slot=slot, places=tuple(places[id(model.get_parameter(slot.name))])) for slot in layer.slots]
+        for k, layer in enumerate(store.table.layers)
+    ]
 
 
-def _owners(model: nn.Module, slots: dict[str, Slot]) -> Iterator[tuple[nn.Module, list[tuple[str, str]]]]:
-    """Modules with direct parameters among the slots: (module, [(full name, attribute)])."""
-    by_module: dict[str, list[tuple[str, str]]] = {}
-    for name in slots:
-        path, _, attribute = name.rpartition(".")
-        by_module.setdefault(path, []).append((name, attribute))
-    for path, names in by_module.items():
-        yield model.get_submodule(path), names
+def _adopt(store: Store, seat: Seat, values: torch.Tensor) -> None:
+    store.adopt(seat.layer, seat.slot, store.wire.from_first(values.detach()))
+    seat.put(torch.empty_like(seat.parameter, device="meta"))
 
 
-def _materialise(model: nn.Module, module: nn.Module, names: list[tuple[str, str]]) -> None:
-    if not any(module._parameters[attribute].is_meta for _, attribute in names):  # type: ignore[union-attr]
-        return
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise RunError(
-            f"{[name for name, _ in names]} are on meta and their module {type(module).__name__} has no reset_parameters; "
-            "build the model on the CPU, or give the module one"
-        )
-    # Not Module.to_empty, which would make two of a parameter that is tied to another module's.
-    for parameter in list(module._parameters.values()):
-        if parameter is not None and parameter.is_meta:
-            made = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
-            _replace(model, parameter, made)
+def _make(model: nn.Module, store: Store, seats: list[Seat]) -> None:
+    """A layer's parameters that are on meta, and their modules' buffers."""
+    made: dict[str, Made] = {}
+    for seat in seats:
+        path, _, attribute = seat.slot.name.rpartition(".")
+        made.setdefault(path, {})[attribute] = seat.put(torch.empty_like(seat.parameter, device="cpu"))
+    for path, tensors in made.items():
+        tensors.update(_buffers_off_meta(model.get_submodule(path)))
+    if made:
+        fill(model, made)
+    for seat in seats:
+        _adopt(store, seat, seat.parameter)
+
+
+def _make_buffers(model: nn.Module, given: Match | None) -> None:
+    if given is not None:
+        for _, module, attribute, buffer in persistent_buffers(model):
+            if buffer.is_meta:
+                module._buffers[attribute] = torch.empty_like(buffer, device="cpu")
+    made = {path: tensors for path, module in model.named_modules() if (tensors := _buffers_off_meta(module))}
+    if made:
+        fill(model, made)
+    if given is not None:  # last: what fills a module's other buffers may have written to these
+        for name, _, _, buffer in persistent_buffers(model):
+            if name in given:
+                buffer.copy_(given.read(name))
+
+
+def _buffers_off_meta(module: nn.Module) -> Made:
+    made: Made = {}
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    with torch.no_grad():
-        reset()
+            module._buffers[name] = made[name] = torch.empty_like(buffer, device="cpu")
+    return made
 
 
 def buffers_to(model: nn.Module, device: torch.device) -> int:
@@ -101,12 +150,7 @@ def buffers_to(model: nn.Module, device: torch.device) -> int:
     nbytes = 0
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if buffer.is_meta:
-                raise RunError(
-                    f"buffer {name} of {type(module).__name__} is on meta; compute it in reset_parameters or build on the CPU"
-                )
-            module._buffers[name] = buffer.to(device)
-            nbytes += module._buffers[name].nbytes  # type: ignore[union-attr]
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+                nbytes += buffer.nbytes
     return nbytes

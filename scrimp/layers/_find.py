@@ -48,7 +48,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
 def _choose(path: str, module: nn.Module, chosen: list[tuple[str, bool]], large: int) -> None:
     children = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
     small = len(children) < 2 or sum(p.numel() for p in module.parameters()) <= large
-    if small and not _repeats_below(module):
+    if small and not _repeats_below(module) and _runs(module):
         if _has_parameters(module):
             chosen.append((path, False))
         return
@@ -57,10 +57,15 @@ def _choose(path: str, module: nn.Module, chosen: list[tuple[str, bool]], large:
     alike = Counter(_structure(child) for _, child in children)
     for name, child in children:
         below = f"{path}.{name}" if path else name
-        if alike[_structure(child)] > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if alike[_structure(child)] > 1 and _runs(child):
             chosen.append((below, False))
         else:
             _choose(below, child, chosen, large)
+
+
+def _runs(module: nn.Module) -> bool:
+    """Not a bare container: those are never called, so nothing could be brought before them."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _repeats_below(module: nn.Module) -> bool:

@@ -1,0 +1,62 @@
+"""What an engine is after some steps, written and read: parameters by name, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from scrimp.checkpoint import load, save
+from scrimp.chunks._table import Slot
+
+if TYPE_CHECKING:
+    from scrimp.engine._engine import Engine
+
+
+def iter_state(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
+        yield name, _full(engine, *engine.places[id(parameter)])
+    for name, buffer in engine.model.named_buffers():
+        yield name, buffer.detach().cpu().clone()
+
+
+def _full(engine: Engine, layer: int, slot: Slot) -> torch.Tensor:
+    full = torch.zeros(slot.numel)
+    with engine.store.opened(layer) as data:
+        for piece in data.pieces(slot):
+            full[piece.inside] = (piece.master if slot.trainable else piece.weight).float().cpu()
+    return engine.wire.sum(full).view(slot.shape)
+
+
+def save_state(engine: Engine, folder: str | Path) -> None:
+    random = {"cpu": torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(engine.device)
+    save(
+        folder,
+        engine.store,
+        optimizer=type(engine.optimizer).__name__,
+        steps=engine.steps,
+        skipped=engine.skipped,
+        counts=engine.counts,
+        loss_scale=(engine.loss_scale.value, engine.loss_scale.good),
+        rng=random,
+        buffers=dict(engine.model.named_buffers()),
+    )
+
+
+def load_state(engine: Engine, folder: str | Path) -> None:
+    engine.residents.abandon()
+    manifest, random, buffers = load(folder, engine.store, optimizer=type(engine.optimizer).__name__)
+    engine.steps, engine.skipped = manifest.steps, manifest.skipped
+    engine.loss_scale.value, engine.loss_scale.good = manifest.loss_scale
+    engine.counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}
+    for name, buffer in engine.model.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+    if random:
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random and engine.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], engine.device)
