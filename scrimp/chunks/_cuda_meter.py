@@ -6,7 +6,9 @@ counters belong to the host thread's view of the allocator, so no synchronisatio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -37,7 +39,12 @@ class CudaMeter:
 
     def forget(self, tensor: torch.Tensor) -> None: ...
 
+    def expect(self, nbytes: int) -> None: ...
+
     def mark_saved(self, tensor: torch.Tensor) -> None: ...
+
+    def replayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return run  # what is kept to run it again is on the host
 
     def reset_peak(self) -> int:
         """The most that was allocated beside weights and buffers since the last call."""

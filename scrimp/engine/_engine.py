@@ -124,7 +124,7 @@ class Engine:
         share_buffers(self.wire, self.model)
         try:
             with self._metered(args, kwargs):
-                self.residents.begin_step()
+                self.residents.begin_step(self.steps)
                 for part_args, part_kwargs in _parts(args, kwargs, self.accumulate):
                     losses.append(self._forward_backward(part_args, part_kwargs))
                     self.residents.retire_rest()
@@ -150,6 +150,7 @@ class Engine:
             loss = self._loss_of(out)
             del out
         value = loss.detach().clone()
+        self.residents.say("backward")
         (loss / self.accumulate if self.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
         return value
 
@@ -316,9 +317,9 @@ class Engine:
                 for tensor in batch:
                     self._meter.forget(tensor)
 
-    def _over_budget(self) -> None:
+    def _over_budget(self, perhaps: bool) -> None:
         self.residents.make_room()
-        if self.ledger.total_nbytes > self.budget.device_nbytes:
+        if not perhaps and self.ledger.total_nbytes > self.budget.device_nbytes:
             raise FitError(
                 f"step {self.steps} needs {format_nbytes(self.ledger.total_nbytes)} on the device, the budget is "
                 f"{format_nbytes(self.budget.device_nbytes)} ({self.ledger.snapshot()}). "

@@ -31,7 +31,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.recomputing() and torch.is_grad_enabled():
-            return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
+            return checkpoint(self.residents.meter.replayed(self.run), *args, use_reentrant=False, **kwargs)
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

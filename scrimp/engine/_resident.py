@@ -51,6 +51,7 @@ class Residents:
         self._current: tuple[int, ...] = ()
         self._following = False
         self._aside = False
+        self._step = 0
         self._ends: list[int] = []
         self._retire = retire
         self._trained = [sum(slot.trainable for slot in layer.slots) for layer in store.table.layers]
@@ -59,10 +60,12 @@ class Residents:
 
     # Steps.
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
+        self._step = step
         self._trace, self._current, self._ends = [], (), []
         self._following = self.schedule is not None
         self._landed = {}
+        self.say("forward")
         self.meter.reset_peak()
 
     def end_step(self) -> None:
@@ -128,11 +131,14 @@ class Residents:
             return
         bring = [other for other in needs if not (empty and other == layer)]
         if self._aside:
+            self._current = needs
+            self.store.ledger.moment = f"in an evaluation, {self.place()}"
             self._drop_others(needs)
             self._bring(bring, layer)
             return
         self._close_moment()
         self._current = needs
+        self.say("forward" if torch._C._current_graph_task_id() == -1 else "backward")
         at = len(self._trace)
         if self._following and (at >= len(self._recorded) or self._recorded[at] != needs):
             self._following, self.schedule = False, None  # another order than recorded: record again from here
@@ -146,6 +152,10 @@ class Residents:
     def place(self) -> str:
         """Where the step is, in words."""
         return f"at layer {', '.join(self._name(layer) for layer in self._current)}" if self._current else "between layers"
+
+    def say(self, phase: str) -> None:
+        """Tell the ledger when it is."""
+        self.store.ledger.moment = f"in step {self._step}, {phase} {self.place()}"
 
     def make_room(self) -> None:
         """Let go of everything that nobody is using."""
@@ -173,6 +183,8 @@ class Residents:
                 self.store.drop(other)
 
     def _bring(self, bring: list[int], layer: int) -> None:
+        missing = {other for other in (*bring, layer) if not self.store.resident[other]}
+        self.meter.expect(sum(self.store.nbytes(other) for other in missing))
         for other in bring:
             self.store.fetch(other)
         if not self.store.resident[layer]:
