@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from scrimp.chunks import _profiler_private
 from scrimp.ext.ranks import RankPool
 from scrimp.move._torch_private import all_gather_flat, group_timeout, reduce_scatter_flat
 
@@ -40,3 +41,15 @@ def test_private_names_of_torch(ranks4: RankPool) -> None:
 def test_the_order_of_shards_is_read(ranks4: RankPool) -> None:
     for order in ranks4.run(shard_order_of_a_dtensor):
         assert order in (None, {1: (0, 1)})
+
+
+def test_the_quiet_profiler_hears_what_one_operator_allocates() -> None:
+    given = torch.ones(1024, dtype=torch.bfloat16)
+    assert _profiler_private.AVAILABLE
+    assert _profiler_private.listen()
+    assert not _profiler_private.listen()  # it is on
+    out = given + given
+    del out
+    assert _profiler_private.heard() == [2048, -2048]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not _profiler_private.listen()

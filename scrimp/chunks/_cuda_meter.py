@@ -6,7 +6,9 @@ the host's view of the allocator, so no synchronisation is needed to read them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -44,7 +46,12 @@ class CudaMeter:
 
     def forget(self, tensor: torch.Tensor) -> None: ...
 
+    def expect(self, nbytes: int) -> None: ...
+
     def mark_saved(self, tensor: torch.Tensor) -> None: ...
+
+    def replayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return run  # what is kept to run it again is on the host
 
     def before_change(self) -> None:
         """What is held is about to change: the peak until now belongs to what is held now."""

@@ -1,8 +1,8 @@
 """The device meter of a machine without a GPU: every CPU storage that an operator makes, from then until it dies.
 
-The autograd engine runs CPU backward in the calling thread, so the mode sees it too. What operators use and free inside
-one kernel is not seen. Storages of the engine's own (arenas, layer storages, staging) are known beforehand and charged
-by their owners.
+The autograd engine runs CPU backward in the calling thread, so the mode sees it too. What a kernel makes and frees inside
+one operator is learned by weighing the operator the first time (`_weigh.py`); from then on the budget is asked before it
+runs. Storages of the engine's own (arenas, layer storages, staging) are known beforehand and charged by their owners.
 """
 
 from __future__ import annotations
@@ -15,36 +15,96 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scrimp.chunks._replayed import Replayed
+from scrimp.chunks._weigh import Scale, signature_of
 from scrimp.ledger import Ledger
+
+WRAPPED_NBYTES = 8
 
 
 class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Charges the ledger; calls `over` when the total passes the budget. `peak_nbytes` is the most that was live of
-    what this meter counts since it was last reset."""
+    """Charges the ledger; calls `over(perhaps)` when the total passes the budget; with `perhaps` when it would, if nothing
+    is let go. `peak_nbytes` is the most that was live of what this meter counts since it was last reset."""
 
-    def __init__(self, ledger: Ledger, budget_nbytes: int, over: Callable[[], None]) -> None:
+    def __init__(self, ledger: Ledger, budget_nbytes: int, over: Callable[[bool], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.budget_nbytes = budget_nbytes
         self.live_nbytes = 0
         self.peak_nbytes = 0
         self._over = over
+        self._scale = Scale()
+        self._wrapped_nbytes = 0
         self._known: dict[int, tuple[str, int]] = {}
 
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self.release(self._wrapped_nbytes)
+        self._wrapped_nbytes = 0
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.count(leaf)
+        kwargs = kwargs or {}
+        if func.is_view:  # makes nothing, but may show what no operator has made
+            out = func(*args, **kwargs)
+            self._count_all(out)
+        else:
+            out = self._run(func, args, kwargs)
         if self.ledger.total_nbytes > self.budget_nbytes:
-            self._over()
+            self._over(False)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; the peaks learn what it takes, before it runs if that is known."""
+        signature = signature_of(func, args, kwargs)
+        weight = self._scale.known(signature)
+        if weight is None:
+            self._prepare(self._scale.guess(func, args))
+            out, weight = self._scale.weigh(signature, func, args, kwargs)
+            self._flash(weight.need_nbytes)
+        else:
+            self.expect(weight.need_nbytes, "temporaries")
+            out = func(*args, **kwargs)
+        before = self.live_nbytes
+        self.peak_nbytes = max(self.peak_nbytes, before + weight.need_nbytes)
+        self._count_all(out)
+        if self.live_nbytes - before > weight.need_nbytes:
+            self._scale.forget(signature)
+        # Freed with the graph, but nobody says when: until the end of the step they are too few to matter.
+        if weight.numbers and torch.is_grad_enabled():
+            self._wrapped_nbytes += WRAPPED_NBYTES * weight.numbers
+            self.hold(WRAPPED_NBYTES * weight.numbers)
+        return out
+
+    def expect(self, nbytes: int, kind: str = "parameters") -> None:
+        """So much will be allocated: ask the budget now, and let the ledger's peak know."""
+        if nbytes:
+            self._prepare(nbytes)
+            self._flash(nbytes, kind)
+
+    def _flash(self, nbytes: int, kind: str = "temporaries") -> None:
+        """There for so short that only the peak knows of it."""
+        self.ledger.charge(kind, nbytes)
+        try:
+            if self.ledger.total_nbytes > self.budget_nbytes:
+                self._over(False)
+        finally:
+            self.ledger.free(kind, nbytes)
+
+    def _prepare(self, nbytes: int) -> None:
+        """Before anything is charged: what has to go for it was never there together with it."""
+        if self.ledger.total_nbytes + nbytes > self.budget_nbytes:
+            self._over(True)
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """A storage of the engine's own: its owner charges it."""
         storage = tensor.untyped_storage()
         self._known[storage._cdata] = ("", 0)
         weakref.finalize(storage, self._known.pop, storage._cdata, None)
+
+    def _count_all(self, out: Any) -> None:
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.count(leaf)
 
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
         if tensor.device.type != "cpu":
@@ -66,6 +126,23 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "temporaries":
             self._known[key] = ("activations", nbytes)
             self.ledger.move(nbytes, source="temporaries", target="activations")
+
+    def hold(self, nbytes: int) -> None:
+        """Bytes that no operator makes, about to be allocated."""
+        self._prepare(nbytes)
+        self.live_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+        self.ledger.charge("activations", nbytes)
+        if self.ledger.total_nbytes > self.budget_nbytes:
+            self._over(False)
+
+    def release(self, nbytes: int) -> None:
+        self.live_nbytes -= nbytes
+        self.ledger.free("activations", nbytes)
+
+    def replayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """For `checkpoint`: the function, with what is kept to run it again charged."""
+        return Replayed(run, self)
 
     def reset_peak(self) -> int:
         """The peak so far; the next one starts from what lives now."""

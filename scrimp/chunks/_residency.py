@@ -18,6 +18,7 @@ from scrimp.errors import FitError
 from scrimp.ledger import format_nbytes
 
 AHEAD = 2  # moments that a fetch may run ahead of its use
+MOST_ROUNDS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,14 @@ class Moment:
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """For moment i: `drops[i]` to let go of before it, `fetches[i]` what comes for it, `ahead[i]` what to start bringing
-    during it; `lingers[i]`: layers that ended in the moment before and may stay while they are copied home."""
+    during it; `lingers[i]`: layers that ended in the moment before and may stay while they are copied home. `keeps`:
+    what stays from one step to the next."""
 
     drops: tuple[tuple[int, ...], ...]
     fetches: tuple[tuple[int, ...], ...]
     ahead: tuple[tuple[int, ...], ...]
     lingers: tuple[tuple[int, ...], ...]
+    keeps: frozenset[int]
     fetched_nbytes: int
 
 
@@ -61,40 +64,61 @@ class _Uses:
 
 
 def schedule(moments: Sequence[Moment], nbytes: Sequence[int]) -> Schedule:
-    """Simulate two steps and keep the second: what is held at the end of one is held at the start of the next."""
+    """Simulate steps until one begins with what it ends with; if they do not settle, begin every step with nothing."""
     uses = _Uses(moments)
-    held: set[int] = set()
-    for _ in range(2):
-        drops: list[tuple[int, ...]] = []
-        fetches: list[tuple[int, ...]] = []
-        used: list[int] = []
-        for index, moment in enumerate(moments):
-            needed = {*moment.needs}
-            room = moment.room_nbytes - sum(nbytes[layer] for layer in needed)
-            if room < 0:
-                raise FitError(
-                    f"{moment.label or f'moment {index}'} needs {format_nbytes(moment.room_nbytes - room)} of weights, "
-                    f"but {format_nbytes(moment.room_nbytes)} are left beside activations and buffers"
-                )
-            dropped = []
-            others = sorted(held - needed, key=lambda layer: (-uses.next(layer, index), layer))
-            extra = sum(nbytes[layer] for layer in others)
-            while extra > room:
-                layer = others.pop(0)
-                dropped.append(layer)
-                extra -= nbytes[layer]
-            fetches.append(tuple(layer for layer in moment.needs if layer not in held and layer not in moment.empty))
-            drops.append(tuple(dropped))
-            used.append(moment.room_nbytes - room + extra)
-            held = ({*others} | needed) - {*moment.ends}
+    held: frozenset[int] = frozenset()
+    for _ in range(MOST_ROUNDS):
+        before = held
+        drops, fetches, used, held = _simulate(moments, nbytes, uses, before)
+        if held == before:
+            break
+    else:
+        held = frozenset()
+        drops, fetches, used, _ = _simulate(moments, nbytes, uses, held)
     lingers = _lingering(moments, nbytes, used)
     return Schedule(
         drops=tuple(drops),
         fetches=tuple(fetches),
-        ahead=_ahead(moments, nbytes, used, fetches),
+        ahead=_ahead(moments, nbytes, used, fetches, [{*a, *b} for a, b in zip(drops, lingers, strict=True)]),
         lingers=lingers,
+        keeps=held,
         fetched_nbytes=sum(nbytes[layer] for fetched in fetches for layer in fetched),
     )
+
+
+def _simulate(
+    moments: Sequence[Moment], nbytes: Sequence[int], uses: _Uses, start: frozenset[int]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int], frozenset[int]]:
+    """One step: what is dropped before each moment, what is fetched for it, bytes held in it; and what is held at the end."""
+    held = {*start}
+    drops: list[tuple[int, ...]] = []
+    fetches: list[tuple[int, ...]] = []
+    used: list[int] = []
+    for index, moment in enumerate(moments):
+        needed = {*moment.needs}
+        room = moment.room_nbytes - sum(nbytes[layer] for layer in needed)
+        if room < 0:
+            raise FitError(
+                f"{moment.label or f'moment {index}'} needs {format_nbytes(moment.room_nbytes - room)} of weights, "
+                f"but {format_nbytes(moment.room_nbytes)} are left beside activations and buffers"
+            )
+        dropped = []
+        others = sorted(held - needed, key=lambda layer: (-uses.next(layer, index), layer))
+        extra = sum(nbytes[layer] for layer in others)
+        while extra > room:
+            layer = others.pop(0)
+            dropped.append(layer)
+            extra -= nbytes[layer]
+        for layer in [*reversed(dropped)]:  # a large one may have made room for smaller ones that went before it
+            if extra + nbytes[layer] <= room:
+                dropped.remove(layer)
+                others.append(layer)
+                extra += nbytes[layer]
+        fetches.append(tuple(layer for layer in moment.needs if layer not in held and layer not in moment.empty))
+        drops.append(tuple(dropped))
+        used.append(moment.room_nbytes - room + extra)
+        held = ({*others} | needed) - {*moment.ends}
+    return drops, fetches, used, frozenset(held)
 
 
 def _lingering(moments: Sequence[Moment], nbytes: Sequence[int], used: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -110,8 +134,13 @@ def _lingering(moments: Sequence[Moment], nbytes: Sequence[int], used: list[int]
 
 
 def _ahead(
-    moments: Sequence[Moment], nbytes: Sequence[int], used: list[int], fetches: list[tuple[int, ...]]
+    moments: Sequence[Moment],
+    nbytes: Sequence[int],
+    used: list[int],
+    fetches: list[tuple[int, ...]],
+    leaving: Sequence[set[int]],
 ) -> tuple[tuple[int, ...], ...]:
+    """Fetches begin as early as there is room for them, but not while the same layer is still on its way out."""
     ahead: list[list[int]] = [[] for _ in moments]
     for index in range(1, len(moments)):
         for layer in fetches[index]:
@@ -121,6 +150,8 @@ def _ahead(
                 and used[start - 1] + nbytes[layer] <= moments[start - 1].room_nbytes
                 and layer not in moments[start - 1].needs
                 and layer not in moments[start - 1].ends
+                and layer not in leaving[start]
+                and layer not in leaving[start - 1]
             ):
                 start -= 1
                 used[start] += nbytes[layer]
@@ -134,21 +165,27 @@ def least_fetched_nbytes(moments: Sequence[Moment], nbytes: Sequence[int]) -> in
     is asked for together with its layer, and for pages of one size the farthest next use is the best to drop."""
     uses = _Uses(moments)
     held: dict[int, int] = {}
+    rounds = [_fetched_in_parts(moments, nbytes, uses, held) for _ in range(MOST_ROUNDS)][1:]
+    if len({*rounds}) == 1:
+        return rounds[0]
+    # They do not settle: another schedule could at most begin with everything.
+    return max(0, sum(rounds) - sum(nbytes)) // len(rounds)
+
+
+def _fetched_in_parts(moments: Sequence[Moment], nbytes: Sequence[int], uses: _Uses, held: dict[int, int]) -> int:
     fetched = 0
-    for _ in range(2):
-        fetched = 0
-        for index, moment in enumerate(moments):
-            for layer in moment.needs:
-                if layer not in moment.empty:
-                    fetched += nbytes[layer] - held.get(layer, 0)
-                held[layer] = nbytes[layer]
-            over = sum(held.values()) - moment.room_nbytes
-            for layer in sorted({*held} - {*moment.needs}, key=lambda layer: -uses.next(layer, index)):
-                if over <= 0:
-                    break
-                gone = min(over, held[layer])
-                held[layer] -= gone
-                over -= gone
-            for layer in moment.ends:
-                held[layer] = 0
+    for index, moment in enumerate(moments):
+        for layer in moment.needs:
+            if layer not in moment.empty:
+                fetched += nbytes[layer] - held.get(layer, 0)
+            held[layer] = nbytes[layer]
+        over = sum(held.values()) - moment.room_nbytes
+        for layer in sorted({*held} - {*moment.needs}, key=lambda layer: -uses.next(layer, index)):
+            if over <= 0:
+                break
+            gone = min(over, held[layer])
+            held[layer] -= gone
+            over -= gone
+        for layer in moment.ends:
+            held[layer] = 0
     return fetched

@@ -208,6 +208,7 @@ class Engine:
             loss = loss * self.loss_scale.value
         if self.accumulate > 1:
             loss = loss / self.accumulate
+        self.residents.say("backward")
         loss.backward()  # type: ignore[no-untyped-call]
         return value
 
@@ -353,9 +354,9 @@ class Engine:
                 for tensor in batch:
                     self._meter.forget(tensor)
 
-    def _over_budget(self) -> None:
+    def _over_budget(self, perhaps: bool) -> None:
         self.residents.make_room()
-        if self.ledger.total_nbytes > self.budget.device_nbytes:
+        if not perhaps and self.ledger.total_nbytes > self.budget.device_nbytes:
             raise FitError(
                 f"step {self.steps} needs {format_nbytes(self.ledger.total_nbytes)} on the device, the budget is "
                 f"{format_nbytes(self.budget.device_nbytes)} ({self.ledger.snapshot()}). "

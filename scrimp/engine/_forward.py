@@ -62,7 +62,8 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.layer in self.recompute.again and torch.is_grad_enabled():
             inputs = Parked(args, kwargs, self.residents.store, self.residents.meter)
-            return checkpoint(lambda _: self.once_or_again(inputs), self.dummy, use_reentrant=False)
+            run = self.residents.meter.replayed(lambda _: self.once_or_again(inputs))
+            return checkpoint(run, self.dummy, use_reentrant=False)
         return self.run(args, kwargs)
 
     def once_or_again(self, inputs: Parked) -> Any:

@@ -67,6 +67,7 @@ class Residents:
         self.tracing = schedule is None
         self.trace, self.seen, self._current, self._ends = [], {}, (), []
         self._landed = {}
+        self.say("forward")
         self.meter.reset_peak()
 
     def end_step(self) -> tuple[bool, list[Moment]]:
@@ -74,9 +75,10 @@ class Residents:
         self._close_moment()
         self._current = ()
         traced = self.tracing
+        keeps = self._schedule.keeps if self._schedule is not None else ()
         for layer, resident in enumerate(self.store.resident):
-            if resident and (self._trained[layer] or self.tracing):
-                self.store.drop(layer)  # its weights are about to change
+            if resident and (self._trained[layer] or layer not in keeps):
+                self.store.drop(layer)  # its weights are about to change, or nobody planned for it
         self._gone.clear()
         self._held.clear()
         self.tracing = False
@@ -154,12 +156,15 @@ class Residents:
     def _begin_moment(self, layer: int, needs: tuple[int, ...], empty: bool) -> None:
         bring = [other for other in needs if not (empty and other == layer)]
         if self._aside:
+            self._current = needs
+            self.store.ledger.moment = f"in an evaluation, {self.place()}"
             self._drop_others(needs)
             self._bring(bring, layer)
             return
         self._close_moment()
         self._current = needs
         self._empty = (layer,) if empty else ()
+        self.say("forward" if torch._C._current_graph_task_id() == -1 else "backward")
         at = len(self.trace)
         if self._schedule is not None and (at >= len(self._expected) or self._expected[at] != needs):
             self._schedule, self.tracing = None, True  # another order than expected
@@ -183,6 +188,10 @@ class Residents:
         if self._current:
             return f"at layer {', '.join(self._name(layer) for layer in self._current)}"
         return f"before layer {self._name(0)}, the first" if self.store.flats else "between steps"
+
+    def say(self, phase: str) -> None:
+        """Tell the ledger when it is."""
+        self.store.ledger.moment = f"in step {self.step}, {phase} {self.place()}"
 
     def make_room(self) -> None:
         """Let go of everything that nobody is using."""
@@ -212,6 +221,8 @@ class Residents:
                 self.store.drop(other)
 
     def _bring(self, bring: list[int], layer: int) -> None:
+        missing = {other for other in (*bring, layer) if not self.store.resident[other]}
+        self.meter.expect(sum(self.store.nbytes(other) for other in missing))
         for other in bring:
             self._fetch(other)
         for other in bring:

@@ -21,7 +21,8 @@ class Strays(TorchFunctionMode):
         self.found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.residents.moving and getattr(func, "__name__", "") != "__get__":  # a look at a weight's shape or dtype is no use of it
+        # A look at a weight's shape or dtype is no use of it.
+        if not self.residents.moving and getattr(func, "__name__", "") != "__get__":
             for argument in args:
                 self._look(argument)
             for argument in (kwargs or {}).values():

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from scrimp.chunks._arena import arena
+
 
 class Undo:
     """Kept on the host. Buffers that no tracing step has ever seen change are not copied again."""
@@ -19,8 +21,8 @@ class Undo:
     def begin(self, *, tracing: bool) -> None:
         if tracing:
             self._watched = self._buffers
-        self._copies = [buffer.detach().to("cpu", copy=True) for buffer in self._watched]
-        self._random = torch.get_rng_state()
+        self._copies = [arena(b.numel(), b.dtype).view(b.shape).copy_(b.detach()) for b in self._watched]
+        self._random = bytearray(torch.get_rng_state().numpy())
         if self._device.type == "cuda":
             self._cuda_random = torch.cuda.get_rng_state(self._device)
 
@@ -28,7 +30,7 @@ class Undo:
         with torch.no_grad():
             for buffer, copy in zip(self._watched, self._copies, strict=True):
                 buffer.copy_(copy)
-        torch.set_rng_state(self._random)
+        torch.set_rng_state(torch.frombuffer(self._random, dtype=torch.uint8))
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._cuda_random, self._device)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from scrimp.errors import ScrimpError, check_format
 from scrimp.ledger._sizes import format_nbytes
@@ -24,7 +25,7 @@ class Snapshot:
     by_kind: tuple[tuple[str, int], ...]
     when: str
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(nbytes for _, nbytes in self.by_kind)
 

@@ -1,0 +1,160 @@
+"""The ledger against an independent meter, the profiler's own record of every allocation; and the budget, which that
+record must never pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scrimp.chunks import _weigh
+from scrimp.chunks._meter import CpuMeter
+from scrimp.engine import Engine
+from scrimp.errors import FitError
+from scrimp.zoo.gpt import GPT, GPTConfig
+from tests.jobs import most_live
+from tests.reference import Batch
+from tests.test_engine import batches_of, engine_for, least_budget, model_of, traced_peak
+
+SAMPLE = [
+    ("gpt-tiny", "bf16", "all"),
+    ("bert-tiny", "bf16", "none"),
+    ("vit-tiny", "fp32", "all"),
+    ("vgg-tiny", "bf16", "all"),
+    ("moe-tiny", "bf16", "all"),
+    ("resnet-tiny", "fp32", "none"),
+]
+ALL = [
+    (f"{name}-tiny", precision, recompute)
+    for name in ("gpt", "llama", "bert", "vit", "vgg", "moe")
+    for precision in ("fp32", "bf16")
+    for recompute in ("none", "all")
+]
+CASES = [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL if case not in SAMPLE)]
+
+
+def profiled(engine: Engine, batch: Batch, run: Callable[..., Any] | None = None) -> int:
+    """The most that was live in one step by the profiler, with what lived before it began."""
+    before = engine.ledger.total_nbytes + sum(tensor.nbytes for tensor in batch)
+    engine.ledger.reset_peak()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        (run or engine.step)(*batch)
+    return most_live(profile) + before
+
+
+def no_homes_on_the_device(engine: Engine) -> None:
+    """They would go back when room is short, and the profiler sees no end of what began before it."""
+    engine.planning._homes = frozenset()
+
+
+def check(engine: Engine, batch: Batch, budget: int) -> None:
+    engine.step(*batch)  # the tracing step: signatures are weighed, the schedule is made
+    seen = profiled(engine, batch)
+    assert engine.ledger.peak_nbytes == pytest.approx(seen, rel=0.02)
+    assert seen <= budget
+    assert engine.ledger.peak_nbytes <= budget
+
+
+@pytest.mark.parametrize(("name", "precision", "recompute"), CASES)
+def test_the_ledgers_peak_is_what_the_allocator_saw(name: str, precision: str, recompute: str) -> None:
+    least = least_budget(name, precision, recompute)
+    for budget in (least, 2 * least):
+        engine = engine_for(model_of(name), budget, precision=precision, recompute=recompute)
+        check(engine, batches_of(name)[0], budget)
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_larger_model(precision: str, recompute: str) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab=256, seq=128, dim=128, heads=4, layers=4))
+    batch = (torch.randint(0, 256, (4, 128)), torch.randint(0, 256, (4, 128)))
+    free = engine_for(model, precision=precision, recompute=recompute)
+    free.step(*batch)
+    least = traced_peak(free)
+    for budget in (least, 2 * least):
+        check(engine_for(model, budget, precision=precision, recompute=recompute), batch, budget)
+
+
+def test_accumulation_and_evaluation_are_metered_too() -> None:
+    batch = batches_of("gpt-tiny")[0]
+    free = engine_for(model_of("gpt-tiny"), precision="bf16", recompute="all", accumulate=2)
+    free.step(*batch)
+    budget = traced_peak(free)
+    engine = engine_for(model_of("gpt-tiny"), budget, precision="bf16", recompute="all", accumulate=2)
+    check(engine, batch, budget)
+    engine.evaluate(*batch)
+    engine.residents.abandon()  # the profiler sees no end of what began before it
+    seen = profiled(engine, batch, engine.evaluate)
+    assert engine.ledger.peak_nbytes == pytest.approx(seen, rel=0.02)
+    assert engine.ledger.peak.when.startswith("in an evaluation, at layer ")
+
+
+def test_longer_sequences_than_the_schedule_was_made_for_stay_within_the_budget() -> None:
+    """Operators of signatures that were never weighed, in a step that holds all the layers the budget allowed before."""
+    short, long = ((torch.zeros(4, length, dtype=torch.long), torch.ones(4, length, dtype=torch.long)) for length in (16, 32))
+    free = engine_for(model_of("gpt-tiny"), precision="bf16", recompute="all")
+    free.step(*long)
+    budget = traced_peak(free)
+    engine = engine_for(model_of("gpt-tiny"), budget, precision="bf16", recompute="all")
+    no_homes_on_the_device(engine)
+    for _ in range(2):
+        engine.step(*short)
+    assert profiled(engine, long) <= budget
+
+
+class Hungry(nn.Module):
+    """Its peak is one operator, that is given the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.sum() + torch.sort(x.detach().flatten())[0][0]
+
+
+def test_an_operator_that_is_known_not_to_fit_does_not_run() -> None:
+    engine = engine_for(Hungry(), "1MiB", precision="fp32", recompute="none")
+    no_homes_on_the_device(engine)
+    batch = torch.ones(4096)
+    for _ in range(2):
+        engine.step(batch)
+    need = engine.ledger.peak_nbytes
+    assert engine.ledger.peak.when == "in step 0, forward at layer the model itself"
+    assert profiled(engine, (batch,)) <= need
+    engine.budget = replace(engine.budget, device_nbytes=need - 1)
+    assert isinstance(engine._meter, CpuMeter)
+    engine._meter.budget_nbytes = need - 1
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        pytest.raises(FitError, match=r"in step 3, forward at layer the model itself: .*temporaries"),
+    ):
+        engine.step(batch)
+    assert most_live(profile) < 4096 + torch.get_rng_state().nbytes  # which is kept to undo a step
+
+
+def test_evaluating_more_than_fits_is_refused_and_nothing_in_use_goes() -> None:
+    engine = engine_for(model_of("gpt-tiny"), least_budget("gpt-tiny", "fp32"), precision="fp32", recompute="all")
+    tokens = torch.zeros(512, 32, dtype=torch.long)
+    with pytest.raises(FitError, match=r"in an evaluation, at layer"):
+        engine.evaluate(tokens, tokens)
+    engine.step(*batches_of("gpt-tiny")[0])
+
+
+def test_without_the_private_profiler_outputs_are_still_metered(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed = least_budget("gpt-tiny", "bf16")
+    monkeypatch.setattr(_weigh, "listen", lambda: False)
+    assert 0.7 * weighed < least_budget("gpt-tiny", "bf16") < weighed
+
+
+def test_a_profiler_of_the_users_own_is_left_alone() -> None:
+    batch = batches_of("gpt-tiny")[0]
+    engine = engine_for(model_of("gpt-tiny"), precision="bf16", recompute="all")
+    assert profiled(engine, batch) > engine.ledger.peak_nbytes  # nothing was weighed, and nothing remembered
+    engine.step(*batch)
+    assert profiled(engine, batch) == pytest.approx(engine.ledger.peak_nbytes, rel=0.02)
