@@ -16,12 +16,14 @@ from scrimp.engine import Engine, Memory
 from scrimp.errors import RunError
 
 
-def train(name: str, steps: int, optimizer: str, settings: dict, device: str = "1GiB") -> tuple[dict, int, int, int]:
+def train(
+    name: str, steps: int, optimizer: str, settings: dict, device: str = "1GiB", on: str = "cpu"
+) -> tuple[dict, int, int, int]:
     """This rank's share of global batches of 8; the weights, peak on the device, bytes on the host, budget."""
     torch.manual_seed(dist.get_rank())  # rank 0's weights count
     model = zoo.build(name)
     spec = AdamW(lr=1e-2, eps=1e-4) if optimizer == "adamw" else SGD(lr=0.1, momentum=0.9)
-    engine = Engine(model, optimizer=spec, memory=Memory(device=device), device="cpu", **settings)
+    engine = Engine(model, optimizer=spec, memory=Memory(device=device), device=on, **settings)
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(steps):
         batch = zoo.example_batch(name, batch=8, step=step)

@@ -50,14 +50,16 @@ def train_16(
     clip: float | None = None,
     accumulate: int = 1,
     loss_of: Callable[[Any], torch.Tensor] = lambda out: out,
+    device: str = "cpu",
+    updated_on: str = "cpu",
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """16-bit copies of the weights make 16-bit gradients; those are cast to fp32 for masters that a fused optimizer
     updates. In fp16 the loss is scaled, and the scale halves when a gradient overflows."""
-    model = copy.deepcopy(model).train()
+    model = copy.deepcopy(model).train().to(device)
     masters: dict[nn.Parameter, torch.Tensor] = {}
     statistics = {id(p) for m in model.modules() if getattr(m, "running_mean", None) is not None for p in m.parameters()}
     for parameter in model.parameters():
-        masters[parameter] = parameter.detach().float().clone().requires_grad_(parameter.requires_grad)
+        masters[parameter] = parameter.detach().to(updated_on, torch.float32, copy=True).requires_grad_(parameter.requires_grad)
         if id(parameter) not in statistics:  # BatchNorm stays in fp32
             parameter.data = parameter.data.to(dtype)
     trained = [master for parameter, master in masters.items() if parameter.requires_grad]
@@ -67,13 +69,13 @@ def train_16(
     for batch in batches:
         parts = []
         for k in range(accumulate):
-            loss = loss_of(model(*(_cast(tensor.chunk(accumulate)[k], dtype) for tensor in batch)))
+            loss = loss_of(model(*(_cast(tensor.chunk(accumulate)[k].to(device), dtype) for tensor in batch)))
             parts.append(loss.detach())
             loss = loss * scale if scale != 1 else loss
             (loss / accumulate if accumulate > 1 else loss).backward()
         losses.append(float(torch.stack(parts).float().mean()))
         for parameter, master in masters.items():
-            master.grad = None if parameter.grad is None else parameter.grad.float() / scale
+            master.grad = None if parameter.grad is None else parameter.grad.to(updated_on).float() / scale
             parameter.grad = None
         if scale != 1 and not all(master.grad.isfinite().all() for master in trained if master.grad is not None):
             scale /= 2

@@ -111,18 +111,19 @@ class Engine:
         self._optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         self._largest = max((slot.numel for layer in table.layers for slot in layer.slots if slot.trainable), default=0)
         self._updater = Updater(torch.device("cpu"), self._largest)
-        self.places = take_over(model, self.store, weights)
-        self._order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
-        self.counts: dict[str, int] = {}
-        self.loss_scale = LossScale(dynamic=precision == "fp16")
-        buffers = buffers_to(model, self.device)
-        self.ledger.device.charge("buffers", buffers)
         self._meter: CpuMeter | CudaMeter
         if self.device.type == "cuda":
             self._meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
             self.store.before_change = self._meter.before_change
         else:
             self._meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
+        room = self.budget.device_nbytes if self.device.type == "cuda" else 0
+        self.places = take_over(model, self.store, weights, room_nbytes=room)
+        self._order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
+        self.counts: dict[str, int] = {}
+        self.loss_scale = LossScale(dynamic=precision == "fp16")
+        buffers = buffers_to(model, self.device)
+        self.ledger.device.charge("buffers", buffers)
         for tensor in [*(t for home in self.store.homes for t in home.tensors), *self.store.flats, *model.buffers()]:
             self._meter.ignore(tensor)
         self._meter.ignore(self._updater.stage)

@@ -64,10 +64,13 @@ class Seat:
         return parameter
 
 
-def take_over(model: nn.Module, store: Store, weights: Source | None = None) -> dict[int, tuple[int, Slot]]:
+def take_over(
+    model: nn.Module, store: Store, weights: Source | None = None, *, room_nbytes: int = 0
+) -> dict[int, tuple[int, Slot]]:
     """Move every parameter into the store, with the values of `weights` if they are given, else its own, else those that
     its model makes; rank 0's count, and every rank must find the weights. For each new Parameter, by id, its layer and
-    slot. All buffers have values then, too."""
+    slot. All buffers have values then, too. What a model makes is made on the device, if a layer takes less than
+    `room_nbytes` of it: that is where random numbers are quick."""
     given = None if weights is None else Match(model, open_weights(weights))
     layers = _seats(model, store)
     unmade = [[seat for seat in seats if given is None and seat.parameter.is_meta] for seats in layers]
@@ -79,7 +82,8 @@ def take_over(model: nn.Module, store: Store, weights: Source | None = None) -> 
     for index, left in enumerate(unmade):
         if left:
             with store.opened(index, write=True):
-                _make(model, store, left)
+                fits = 2 * sum(seat.parameter.nbytes for seat in left) <= room_nbytes
+                _make(model, store, left, store.device if fits else torch.device("cpu"))
     _make_buffers(model, given)
     places = {}
     for index, seats in enumerate(layers):
@@ -109,14 +113,14 @@ def _adopt(store: Store, seat: Seat, values: torch.Tensor) -> None:
     seat.put(torch.empty_like(seat.parameter, device="meta"))
 
 
-def _make(model: nn.Module, store: Store, seats: list[Seat]) -> None:
+def _make(model: nn.Module, store: Store, seats: list[Seat], device: torch.device) -> None:
     """A layer's parameters that are on meta, and their modules' buffers."""
     made: dict[str, Made] = {}
     for seat in seats:
         path, _, attribute = seat.slot.name.rpartition(".")
-        made.setdefault(path, {})[attribute] = seat.put(torch.empty_like(seat.parameter, device="cpu"))
+        made.setdefault(path, {})[attribute] = seat.put(torch.empty_like(seat.parameter, device=device))
     for path, tensors in made.items():
-        tensors.update(_buffers_off_meta(model.get_submodule(path)))
+        tensors.update(_buffers_off_meta(model.get_submodule(path), device))
     if made:
         fill(model, made)
     for seat in seats:
@@ -128,7 +132,9 @@ def _make_buffers(model: nn.Module, given: Match | None) -> None:
         for _, module, attribute, buffer in persistent_buffers(model):
             if buffer.is_meta:
                 module._buffers[attribute] = torch.empty_like(buffer, device="cpu")
-    made = {path: tensors for path, module in model.named_modules() if (tensors := _buffers_off_meta(module))}
+    made = {
+        path: tensors for path, module in model.named_modules() if (tensors := _buffers_off_meta(module, torch.device("cpu")))
+    }
     if made:
         fill(model, made)
     if given is not None:  # last: what fills a module's other buffers may have written to these
@@ -137,11 +143,11 @@ def _make_buffers(model: nn.Module, given: Match | None) -> None:
                 buffer.copy_(given.read(name))
 
 
-def _buffers_off_meta(module: nn.Module) -> Made:
+def _buffers_off_meta(module: nn.Module, device: torch.device) -> Made:
     made: Made = {}
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = made[name] = torch.empty_like(buffer, device="cpu")
+            module._buffers[name] = made[name] = torch.empty_like(buffer, device=device)
     return made
 
 
