@@ -46,9 +46,8 @@ def main(cap: str = "24GiB") -> int:
     reserved = torch.cuda.max_memory_reserved()
     print(f"{count / 1e9:.2f}B parameters built in {built:.1f} s, host {(after_build - before) / 2**30:.1f} GiB after building")
     print(f"host after 3 steps {used / 2**30:.1f} GiB, 14 B/param + 2 GiB is {room / 2**30:.1f} GiB")
-    print(
-        f"reserved {reserved / 2**30:.2f} GiB of {cap}; homes on the device {sum(h.place == 'device' for h in engine.store.homes)}"
-    )
+    homes = sum(home.place == "device" for home in engine.store.homes)
+    print(f"reserved {reserved / 2**30:.2f} GiB of {cap}; homes on the device {homes}; {torch.get_num_threads()} threads")
     print(engine.bound())
     return int(used > room or reserved > engine.budget.device_nbytes)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ def model_and_batches(name: str, steps: int = 8, **shape: int) -> tuple[torch.nn
 
 def trained(model: torch.nn.Module, batches: list[tuple[torch.Tensor, ...]], cap: int | str, **settings: Any) -> Any:
     """Weights after training, bytes up, and the homes' places; reserved memory was under the cap."""
-    homes = settings.pop("homes", True)
+    homes, again_from = settings.pop("homes", True), settings.pop("again_from", None)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_reserved()
@@ -93,12 +94,17 @@ def trained(model: torch.nn.Module, batches: list[tuple[torch.Tensor, ...]], cap
     )
     if not homes:
         engine.planning._homes = frozenset()
+    if again_from is not None:
+        engine.save(again_from)
+        for batch in batches[:3]:
+            engine.step(*batch)
+        engine.load(again_from)
     for batch in batches:
         engine.step(*batch)
     assert torch.cuda.max_memory_reserved() <= engine.budget.device_nbytes + base
     assert engine.ledger.peak_nbytes <= engine.budget.device_nbytes
     state = engine.state_dict()
-    places = {home.place for home in engine.store.homes}
+    places = {home.place for home in engine.store.homes if home.weights.numel()}
     peak = max(m.room_nbytes + sum(engine.store.nbytes(k) for k in m.needs) for m in engine.planning.current.trace)
     engine.close()
     return state, engine.store.traffic.up_nbytes, places, peak
@@ -111,6 +117,11 @@ def worst_ulp(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> fl
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30) / eps) for a, b in pairs)
 
 
+def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> str:
+    rows = [f"{k} {worst_ulp({k: got[k]}, {k: want[k]}):.1f}" for k in want if not torch.equal(got[k], want[k].cpu().float())]
+    return f"{len(rows)} of {len(want)}: {rows[:6]}"
+
+
 @pytest.mark.usefixtures("_same_kernels_every_time")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ZOO)
@@ -120,24 +131,25 @@ def test_updated_on_the_host_every_bit_is_plain_pytorchs(name: str, precision: s
     settings: dict[str, Any] = {"precision": precision, "clip_norm": 0.7, "homes": False}
     state, loose, places, _ = trained(model, batches, "2GiB", recompute="none", **settings)
     assert places == {"host"}
-    assert worst_ulp(state, want) == 0
+    assert worst_ulp(state, want) == 0, differing(state, want)
     for recompute in ("none", "all"):
         *_, peak = trained(model, batches[:2], "2GiB", recompute=recompute, **settings)
         tight, up, _, _ = trained(model, batches, max(peak, 12 << 20) + (8 << 20), recompute=recompute, **settings)
-        assert worst_ulp(tight, want) == 0
+        assert worst_ulp(tight, want) == 0, differing(tight, want)
         assert up >= loose
 
 
 @pytest.mark.usefixtures("_same_kernels_every_time")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ZOO)
-def test_updated_on_the_device_within_a_few_ulp(name: str, precision: str) -> None:
-    """CUDA's fused update rounds in another order than the CPU's: the reference updates there too."""
+def test_updated_on_the_device_within_an_ulp(name: str, precision: str, tmp_path: Path) -> None:
+    """CUDA's fused update rounds in another order than the CPU's: the reference updates there too. The first steps trace,
+    and are updated on the host: so the engine goes back to the start when homes are on the device."""
     model, batches = model_and_batches(name)
     want, _ = train_16(DTYPES[precision], model, batches, fused, device="cuda", updated_on="cuda")
-    state, _, places, _ = trained(model, batches, "2GiB", precision=precision, recompute="auto")
+    state, _, places, _ = trained(model, batches, "2GiB", precision=precision, recompute="none", again_from=tmp_path / "start")
     assert places == {"device"}
-    assert worst_ulp(state, want) <= 4
+    assert worst_ulp(state, want) <= 1
 
 
 @pytest.mark.usefixtures("_same_kernels_every_time")

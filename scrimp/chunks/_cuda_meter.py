@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from scrimp.chunks._cuda_private import grow_segments
 from scrimp.ledger import Ledger
 
 HELD = ("parameters", "gradients", "optimizer", "residual", "padding", "buffers")  # what the ledger is told by its owners
@@ -22,6 +23,7 @@ class CudaMeter:
     torch's out-of-memory error at the very operator."""
 
     def __init__(self, ledger: Ledger, budget_nbytes: int, device: torch.device) -> None:
+        grow_segments()
         self.ledger = ledger
         self.device = device
         self._peak = 0

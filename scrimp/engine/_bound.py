@@ -45,7 +45,8 @@ class Bound:
         return "\n".join(rows)
 
 
-def bound(planning: Planning, moved: Sequence[int], seconds: float) -> Bound:
+def bound(planning: Planning, moved: Sequence[int], forward: dict[int, float], seconds: float) -> Bound:
+    """`forward`: seconds of each layer's."""
     plan = planning.current
     if plan is None or plan.choice is None:
         raise RunError("no bound yet: the first steps trace the model; ask again after a step or two more")
@@ -56,13 +57,14 @@ def bound(planning: Planning, moved: Sequence[int], seconds: float) -> Bound:
     down = sum(cost.down_nbytes for k, cost in enumerate(plan.costs) if not homes[k])
     host = sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if not homes[k])
     device = sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if homes[k])
+    again = sum(forward.get(k, 0.0) for k in plan.again)
     return Bound(
         up_nbytes=moved[0],
         down_nbytes=moved[1],
         least_up_nbytes=up,
         least_down_nbytes=down,
         terms={
-            "compute": plan.forward_seconds * (1 + BACKWARD) + plan.again_seconds + device / rates.device,
+            "compute": sum(forward.values()) * (1 + BACKWARD) + again + device / rates.device,
             "copies up": up / rates.up,
             "copies down": down / rates.down,
             "host update": host / rates.host,

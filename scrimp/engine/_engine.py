@@ -22,13 +22,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from scrimp.chunks._cuda_meter import CudaMeter
-from scrimp.chunks._home import DEVICE
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._rates import measure
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
-from scrimp.chunks._update import Updater, stage_numel
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
 from scrimp.engine._caches import no_caches
@@ -42,6 +40,7 @@ from scrimp.engine._state import iter_state, load_state, save_state
 from scrimp.engine._strays import Strays
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._undo import Undo
+from scrimp.engine._updating import Updating
 from scrimp.engine._weights import Source
 from scrimp.engine._world import agreed, join_world, ranks_here, share_buffers
 from scrimp.errors import FitError, MoveError, RunError
@@ -108,9 +107,6 @@ class Engine:
             places=places,
             disk=self.budget.disk,
         )
-        self._optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
-        self._largest = max((slot.numel for layer in table.layers for slot in layer.slots if slot.trainable), default=0)
-        self._updater = Updater(torch.device("cpu"), self._largest)
         self._meter: CpuMeter | CudaMeter
         if self.device.type == "cuda":
             self._meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
@@ -126,14 +122,16 @@ class Engine:
         self.ledger.device.charge("buffers", buffers)
         for tensor in [*(t for home in self.store.homes for t in home.tensors), *self.store.flats, *model.buffers()]:
             self._meter.ignore(tensor)
-        self._meter.ignore(self._updater.stage)
+        optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
+        staged = precision != "fp32" or clip_norm is not None
+        self._updating = Updating(self.store, optimizers, self._meter, staged=staged)
         self._undo = Undo(model, self.device)
         self.residents = Residents(self.store, self._meter, self._retire)
         self._strays = Strays(self.residents)
         self.recompute = Recompute()
         watch_layers(model, self.residents, self.recompute)
         self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
-        self.planning.stage_nbytes = 4 * stage_numel(self.device, self._largest) if self._staged else 0
+        self.planning.stage_nbytes = self._updating.stage_nbytes
         self._landed: dict[str, tuple[int, Slot]] = {}
         self._traffic = (0, 0, 0, 0)  # at the start of the last step
         for parameter in model.parameters():
@@ -166,14 +164,15 @@ class Engine:
         self._undo.done(tracing=plan.choice is None)
         finite = self._judged()
         if finite:
-            self._update()
+            touched = self._updating.run(self._in_order(), self.steps, self.counts, self._scale)
+            self.planning.saw_update(*touched)
         else:
             self.skipped += 1
             for layer, slot in self._landed.values():
                 self.store.restore(layer, slot)
         self.steps += 1
         if self._traced:
-            for tensor in self.planning.digest(plan, self._trace, self.residents.seen):
+            for tensor in self.planning.digest(plan, self._trace, self.residents.kept_nbytes, self.residents.timing.best):
                 self._meter.ignore(tensor)
         self.seconds = time.perf_counter() - start
         return loss
@@ -236,6 +235,7 @@ class Engine:
         """Whether to update: finite gradients, if that was asked for; sets the scale that clips the norm."""
         self._scale: torch.Tensor | None = None
         self.store.lanes.settle()
+        self.residents.timing.end()
         must_be_finite = self.skip_nonfinite or self.loss_scale.dynamic
         if not must_be_finite and self.clip_norm is None:
             return True
@@ -250,25 +250,6 @@ class Engine:
             return False
         self.norm, self._scale = verdict.norm, verdict.scale
         return True
-
-    def _update(self) -> None:
-        there = None
-        by_layer: dict[int, list[Slot]] = {}
-        for layer, slot in self._in_order():
-            by_layer.setdefault(layer, []).append(slot)
-        for layer, slots in by_layer.items():
-            updater, scale = self._updater, self._scale
-            if self.store.homes[layer].place == DEVICE:
-                there = there or self._device_updater()
-                updater, scale = there, scale if scale is None else scale.to(self.device)
-            with self.store.opened(layer, write=True) as data:
-                for slot in slots:
-                    count = self.counts[slot.name] = self.counts.get(slot.name, 0) + 1
-                    for piece in data.pieces(slot):
-                        updater.apply(self._optimizers[slot.name], self.steps, count, piece, scale, own_master=data.own_master)
-            self.store.settled(layer)
-        if there is not None:
-            self.ledger.device.free("temporaries", there.stage.nbytes)
 
     # Looking at it.
 
@@ -293,7 +274,8 @@ class Engine:
         """The least traffic and time of a step like the last one, beside what it took."""
         moved = self.store.traffic
         now = (moved.up_nbytes, moved.down_nbytes, moved.read_nbytes, moved.written_nbytes)
-        return bound(self.planning, [b - a for a, b in zip(self._traffic, now, strict=True)], self.seconds)
+        moved_now = [b - a for a, b in zip(self._traffic, now, strict=True)]
+        return bound(self.planning, moved_now, self.residents.timing.best, self.seconds)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
@@ -327,17 +309,6 @@ class Engine:
         """What landed, in the model's order: the order of sums must not depend on the order of arrival."""
         return sorted(self._landed.values(), key=lambda place: self._order[place[1].name])
 
-    @property
-    def _staged(self) -> bool:
-        """Whether an update casts or scales gradients on its way."""
-        return self.precision != "fp32" or self.clip_norm is not None
-
-    def _device_updater(self) -> Updater:
-        updater = Updater(self.device, self._largest if self._staged else 0)
-        self._meter.ignore(updater.stage)
-        self.ledger.device.charge("temporaries", updater.stage.nbytes)
-        return updater
-
     def _named(self, error: MoveError) -> RunError:
         return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
 
@@ -368,6 +339,8 @@ class Engine:
     def _abandon(self) -> None:
         """Undo a step that failed before the update: weights again where gradients stood."""
         gc.collect()  # graphs that failed half-way are cycles
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         for parameter in self.model.parameters():
             parameter.grad = None
         self.residents.abandon()

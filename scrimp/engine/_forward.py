@@ -6,9 +6,8 @@ A recomputed layer keeps its inputs for backward, and may park them on the host 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,15 +37,6 @@ def watch_layers(model: nn.Module, residents: Residents, recompute: Recompute) -
             wholes.add(index)
         module.forward = _Forward(module, index, residents, recompute)
     recompute.recomputable = frozenset(wholes)
-
-
-@dataclass
-class Seen:
-    """What the tracing step saw of a layer: seconds of its forward, bytes that its activations take."""
-
-    seconds: float = 0.0
-    kept_nbytes: int = 0
-    marks: list[tuple[Any, Any]] = field(default_factory=list)  # CUDA events around a forward, read when they are done
 
 
 class _Forward:
@@ -82,36 +72,18 @@ class _Forward:
                 for buffer, old in zip(self.changed, before, strict=True):
                     buffer.copy_(old)
             if self.residents.tracing:
-                seen = self.residents.seen.setdefault(self.layer, Seen())
-                seen.kept_nbytes = max(seen.kept_nbytes, self.residents.meter.live_nbytes - live)
+                kept = self.residents.meter.live_nbytes - live
+                self.residents.kept_nbytes[self.layer] = max(kept, self.residents.kept_nbytes.get(self.layer, 0))
 
     def run(self, args: Any, kwargs: Any) -> Any:
         with self.residents.running(self.layer):
-            if not self.residents.tracing or torch._C._current_graph_task_id() != -1:
+            if torch._C._current_graph_task_id() != -1:
                 return self.forward(*args, **kwargs)
-            before = [buffer.clone() for buffer in self.buffers]
-            with _Timed(self.residents, self.layer):
+            with self.residents.timing.of(self.layer):
+                if not self.residents.tracing:
+                    return self.forward(*args, **kwargs)
+                before = [buffer.clone() for buffer in self.buffers]
                 out = self.forward(*args, **kwargs)
             # Not by their versions: batch norm writes its statistics past them.
             self.changed = [b for b, old in zip(self.buffers, before, strict=True) if not torch.equal(b, old)]
             return out
-
-
-class _Timed:
-    def __init__(self, residents: Residents, layer: int) -> None:
-        self.seen: Seen = residents.seen.setdefault(layer, Seen())
-        self.cuda = residents.store.device.type == "cuda"
-
-    def __enter__(self) -> None:
-        self.start: Any = time.perf_counter()
-        if self.cuda:
-            self.start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self.start.record()
-
-    def __exit__(self, *error: object) -> None:
-        if self.cuda:
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end.record()
-            self.seen.marks.append((self.start, end))
-        else:
-            self.seen.seconds += time.perf_counter() - self.start

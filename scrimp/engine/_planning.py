@@ -9,7 +9,7 @@ uses the schedule of a larger one. All ranks decide alike: they compare what the
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,10 +18,11 @@ from scrimp.chunks._home import DEVICE, DISK
 from scrimp.chunks._residency import Moment
 from scrimp.chunks._store import Store
 from scrimp.engine._batch import Signature, covers
-from scrimp.engine._forward import Recompute, Seen
+from scrimp.engine._forward import Recompute
+from scrimp.engine._updating import UPDATE_NBYTES
+from scrimp.engine._world import agreed
 from scrimp.errors import FitError
 
-UPDATE_NBYTES = 28  # read and written per parameter: gradient, master, two moments, weight
 MOST_REPLANS = 3  # a model that asks in another order every step is not planned for any more
 
 
@@ -35,8 +36,7 @@ class Planned:
     expected: tuple[tuple[int, ...], ...] = ()
     trace: tuple[Moment, ...] = ()
     costs: tuple[LayerCost, ...] = ()
-    again_seconds: float = 0.0
-    forward_seconds: float = 0.0
+    again: frozenset[int] = frozenset()
     replans: int = 0
 
 
@@ -95,24 +95,31 @@ class Planning:
                 plan.choice = None
         return bool(layers)
 
-    def digest(self, plan: Planned, trace: list[Moment], seen: dict[int, Seen]) -> list[torch.Tensor]:
+    def saw_update(self, nbytes: int, seconds: float) -> None:
+        """The host updated so many bytes; the first time it also had to touch them first."""
+        if nbytes and nbytes / seconds > self.rates.host:
+            self.rates = replace(self.rates, host=nbytes / seconds)
+
+    def digest(
+        self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]
+    ) -> list[torch.Tensor]:
         """Learn from a step that traced; new tensors on the device, if homes moved there."""
         plan.replans += 1
         if plan.replans > MOST_REPLANS + 2:
             return []
         if plan.kept is None or not plan.costs:
-            plan.costs = self._costs(seen)
-            plan.forward_seconds = sum(_seconds(s) for s in seen.values())
+            plan.costs = self._costs(kept_nbytes, seconds)
         trace = self._largest(trace)
         moments = [
             Moment(needs=m.needs, room_nbytes=self.room_nbytes - m.room_nbytes, ends=m.ends, empty=m.empty, label=m.label)
             for m in trace
         ]
         again = self.recompute.again
-        plan.again_seconds = sum(plan.costs[k].again_seconds for k in again)
+        plan.again = again
         first = plan.kept is None
         may_keep = first and self.mode == "auto"
         costs = [self._restricted(k, cost, again if may_keep else frozenset()) for k, cost in enumerate(plan.costs)]
+        self.rates = agreed(self.store.wire, self.rates)
         update_room = self.room_nbytes - self.stage_nbytes
         try:
             choice = choose(moments, costs, self.rates, update_room_nbytes=update_room, world=self.store.wire.world)
@@ -148,12 +155,11 @@ class Planning:
         self._homes = device
         return made
 
-    def _costs(self, seen: dict[int, Seen]) -> tuple[LayerCost, ...]:
+    def _costs(self, kept_nbytes: dict[int, int], seconds: dict[int, float]) -> tuple[LayerCost, ...]:
         costs = []
         layers = self.store.table.layers
-        found = torch.zeros(len(layers), 2, dtype=torch.float64)
-        for k, one in seen.items():
-            found[k] = torch.tensor([one.kept_nbytes, _seconds(one)], dtype=torch.float64)
+        rows = [[kept_nbytes.get(k, 0), seconds.get(k, 0.0)] for k in range(len(layers))]
+        found = torch.tensor(rows, dtype=torch.float64).view(-1, 2)
         if self.store.wire.world > 1:
             found = self.store.wire.every(found).amax(0)
         for k, layer in enumerate(layers):
@@ -185,11 +191,3 @@ class Planning:
             return signature
         digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
         return bytes(wire.every(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).flatten().tolist())
-
-
-def _seconds(seen: Seen) -> float:
-    if seen.marks:
-        torch.cuda.synchronize()
-        seen.seconds = sum(start.elapsed_time(end) for start, end in seen.marks) / 1e3
-        seen.marks.clear()
-    return seen.seconds

@@ -21,6 +21,7 @@ from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._residency import Moment, Schedule
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
+from scrimp.engine._timing import Timing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,8 @@ class Residents:
         self.tracing = False
         self.moving = False  # layers are coming and going: what is done to them now is not the model's doing
         self.trace: list[Moment] = []  # of this step; `room_nbytes` is what others took
-        self.seen: dict[int, Any] = {}
+        self.timing = Timing(store.device)
+        self.kept_nbytes: dict[int, int] = {}  # what each recomputed layer's activations take
         self._schedule: Schedule | None = None
         self._expected: tuple[tuple[int, ...], ...] = ()
         self._running: list[int] = []
@@ -65,7 +67,8 @@ class Residents:
         self.step = step
         self._schedule, self._expected = schedule, expected
         self.tracing = schedule is None
-        self.trace, self.seen, self._current, self._ends = [], {}, (), []
+        self.trace, self.kept_nbytes, self._current, self._ends = [], {}, (), []
+        self.timing.begin(tracing=self.tracing)
         self._landed = {}
         self.say("forward")
         self.meter.reset_peak()
