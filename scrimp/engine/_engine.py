@@ -155,8 +155,8 @@ class Engine:
                 break
             except FitError as error:
                 # No weight has changed yet. If there is a way that takes less, try that; not before this clause has
-                # ended: the error holds the frames, and they hold the activations that did not fit.
-                reason = error.with_traceback(None)
+                # ended: the error and its cause hold the frames, and they hold the activations that did not fit.
+                reason = FitError(*error.args)
             self._abandon()
             self._undo.back()
             if not (self.planning.homes_back() or self.planning.spare(plan)):
@@ -263,7 +263,7 @@ class Engine:
                         here, there = to_device(args, kwargs, self.device, self.store.dtype)
                         return self.model(*here, **there)
                 except FitError as error:
-                    reason = error.with_traceback(None)
+                    reason = FitError(*error.args)
                 self.residents.abandon()
                 if not self.planning.homes_back():
                     raise reason
