@@ -9,6 +9,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from scrimp import zoo
 from scrimp.chunks._optim import SGD, AdamW
@@ -30,7 +31,7 @@ def train(
         engine.step(*(tensor.chunk(world)[rank] for tensor in batch))
     state = dict(engine.iter_state())
     assert engine.state_dict().keys() == (state.keys() if rank == 0 else set())
-    return state, engine.ledger.peak_nbytes, engine.store.host_nbytes(), engine.budget.device_nbytes
+    return state, engine.ledger.peak_nbytes, engine.ledger.host.peak_nbytes, engine.budget.device_nbytes
 
 
 def plain(name: str, steps: int, optimizer: str, clip: float | None) -> dict:
@@ -48,6 +49,21 @@ def plain(name: str, steps: int, optimizer: str, clip: float | None) -> dict:
         update.step()
         update.zero_grad()
     return model.state_dict()
+
+
+def distributed(name: str, steps: int, clip: float | None) -> dict:
+    """PyTorch's own data parallel on the same ranks and batches: for what is no mean over samples."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(zoo.build(name))
+    update = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(steps):
+        model(*(tensor.chunk(world)[rank] for tensor in zoo.example_batch(name, batch=8, step=step))).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        update.step()
+        update.zero_grad()
+    return {key: value.clone() for key, value in model.module.state_dict().items()}
 
 
 def save_after(name: str, steps: int, settings: dict, folder: str) -> None:

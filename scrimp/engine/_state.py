@@ -19,7 +19,10 @@ def iter_state(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         yield name, _full(engine, *engine.places[id(parameter)])
     for name, buffer in engine.model.named_buffers():
-        yield name, buffer.detach().cpu().clone()
+        here = buffer.detach().cpu().clone()
+        # Rank 0's, as DDP has it: running statistics differ between a forward and the next. Flags cannot be summed.
+        bits = here.view(torch.uint8) if here.dtype == torch.bool else here
+        yield name, engine.wire.from_first(bits).view(here.dtype)
 
 
 def _full(engine: Engine, layer: int, slot: Slot) -> torch.Tensor:
