@@ -45,4 +45,5 @@ def write(path: Path, tensors: Iterable[Named]) -> bytes:
             for at in range(0, len(view), BLOCK):
                 file.write(view[at : at + BLOCK])
                 digest.update(view[at : at + BLOCK])
+            del view  # before the next one is made
     return digest.digest()

@@ -137,13 +137,14 @@ class Store:
             change("optimizer", rest)
 
     @contextmanager
-    def opened(self, layer: int, *, write: bool = False) -> Iterator[Opened]:
-        """A layer's data in memory; from the disk if it is there, and back to it with `write`."""
+    def opened(self, layer: int, *, write: bool = False, read: bool = True) -> Iterator[Opened]:
+        """A layer's data in memory; from the disk if it is there, unless all of it is about to be written (`read=False`),
+        and back to it with `write`."""
         if layer in self._opened:
             yield self._opened[layer]
             return
         home = self.homes[layer]
-        staged = self._read(home, layer) if home.file is not None else None
+        staged = self._read(home, layer, read) if home.file is not None else None
         own_master = self.dtype_of(layer) == torch.float32
         if staged is not None:
             master, states = (home.weights, staged) if own_master else (staged[0], staged[1:])
@@ -165,16 +166,20 @@ class Store:
             if staged is not None:
                 self.books.host.free("temporaries", sum(tensor.nbytes for tensor in staged))
 
-    def _read(self, home: Home, layer: int) -> list[torch.Tensor]:
+    def _read(self, home: Home, layer: int, read: bool) -> list[torch.Tensor]:
         assert home.file is not None
         trained = self.shards.trained_numel(layer)
         fp32 = self.states + (self.dtype_of(layer) != torch.float32)
         staged = [arena(trained, torch.float32) for _ in range(fp32)]
-        self.books.host.charge("temporaries", sum(tensor.nbytes for tensor in staged))
-        if not home.fresh:
-            for k, tensor in enumerate(staged):
+        nbytes = sum(tensor.nbytes for tensor in staged)
+        self.books.host.charge("temporaries", nbytes)
+        try:
+            for k, tensor in enumerate(staged if read and not home.fresh else []):
                 home.file.read(str(k), tensor)
                 self.traffic.read_nbytes += tensor.nbytes
+        except BaseException:
+            self.books.host.free("temporaries", nbytes)
+            raise
         return staged
 
     def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:

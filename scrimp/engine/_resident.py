@@ -41,6 +41,7 @@ class Residents:
         self.meter = meter
         self.step = 0
         self.tracing = False
+        self.active = False  # inside a step or an evaluation
         self.moving = False  # layers are coming and going: what is done to them now is not the model's doing
         self.trace: list[Moment] = []  # of this step; `room_nbytes` is what others took
         self.seen: dict[int, Any] = {}
@@ -139,7 +140,18 @@ class Residents:
         finally:
             self._running.remove(layer)
             if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward: needed until its gradients land
-                self._held.update(self.store.table.layers[layer].needs)
+                self.hold(layer)
+
+    def trains(self, layer: int) -> bool:
+        return any(self._trained[other] for other in self.store.table.layers[layer].needs)
+
+    def hold(self, layer: int) -> None:
+        """Recomputed in backward, if only a part of it: needed until its gradients land."""
+        self._held.update(self.store.table.layers[layer].needs)
+
+    def through(self, layer: int) -> None:
+        """Backward needs a frozen layer no more."""
+        self._held.discard(layer)
 
     def touch(self, layer: int, *, empty: bool = False) -> None:
         """Bring a layer and what it shares; or, `empty`, make room for the layer without its weights."""
@@ -147,11 +159,16 @@ class Residents:
         needs = tuple(sorted({*self.store.table.layers[layer].needs} | pinned | self._held | {*self._landed}))
         if needs == self._current and all(self.ready(other) for other in needs):
             return
-        self.moving = True
-        try:
+        with self.quietly():
             self._begin_moment(layer, needs, empty)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        before, self.moving = self.moving, True
+        try:
+            yield
         finally:
-            self.moving = False
+            self.moving = before
 
     def _begin_moment(self, layer: int, needs: tuple[int, ...], empty: bool) -> None:
         bring = [other for other in needs if not (empty and other == layer)]
@@ -239,6 +256,10 @@ class Residents:
     def layer_of(self, tensor: torch.Tensor) -> int | None:
         """The layer whose storage a tensor is of."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)
+
+    def kept(self, leaf: Any) -> Any:
+        """For what leaves the engine: a weight that was handed out would go with its layer."""
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and self.layer_of(leaf) is not None else leaf
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         layer = self.layer_of(tensor)

@@ -1,7 +1,8 @@
 """Weights that are used where their own module does not run: `F.linear(x, self.child.weight)`, a ParameterList.
 
 A layer's weights come when its module's forward is called. A tracing step also looks at the arguments of every torch
-function, and brings the layers of weights that came another way. If there are such, all steps look.
+function, and brings the layers of weights that came another way. If there are such, all steps look. In backward they come
+another way where the model itself checkpoints a part of a layer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ class Strays(TorchFunctionMode):
     def _look(self, argument: Any) -> None:
         if isinstance(argument, torch.Tensor):
             layer = self.residents.layer_of(argument)
-            if layer is not None and not self.residents.ready(layer):
+            if layer is None:
+                return
+            if not self.residents.ready(layer):
                 self.found = True
                 self.residents.touch(layer)
+            if self.found and torch._C._current_graph_task_id() != -1:  # the model's own checkpointing of a part of a layer
+                self.residents.hold(layer)
         elif isinstance(argument, (list, tuple)):
             for item in argument:
                 self._look(item)
