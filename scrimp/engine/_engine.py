@@ -43,7 +43,7 @@ from scrimp.engine._resident import Residents
 from scrimp.engine._settings import validate
 from scrimp.engine._stand_ins import StandIns
 from scrimp.engine._state import iter_state, load_state, save_state
-from scrimp.engine._strays import Strays
+from scrimp.engine._strays import Strays, StraysInBackward
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._undo import Undo
 from scrimp.engine._weights import Source
@@ -134,6 +134,7 @@ class Engine:
         self._undo = Undo(model, self.device)
         self.residents = Residents(self.store, self._meter, self._retire)
         self._strays = Strays(self.residents)
+        self._strays_again = StraysInBackward(self.residents)
         self.recompute = Recompute()
         watch_layers(model, self.residents, self.recompute)
         self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
@@ -216,7 +217,8 @@ class Engine:
         self._part_landed: set[str] = set()
         args, kwargs = to_device(args, kwargs, self.device, self.store.dtype)
         looking = self._strays if self._strays.found or self.residents.tracing else nullcontext()
-        with self.residents.saving(), looking:  # in backward too: the model may run parts of itself again
+        again = self._strays_again if self._strays_again.layers or self.residents.tracing else nullcontext()
+        with self.residents.saving(), looking:  # saving in backward too: the model may run parts of itself again
             out = self.model(*args, **kwargs)
             loss = loss_of(self.loss(out) if self.loss is not None else out)
             del out
@@ -229,7 +231,8 @@ class Engine:
             self.residents.say("backward")
             self._backward = True
             try:
-                torch.autograd.backward(loss)  # not loss.backward(), in which the mode would not look
+                with again:
+                    loss.backward()  # type: ignore[no-untyped-call]
             finally:
                 self._backward = False
         return value
@@ -311,6 +314,7 @@ class Engine:
                 except FitError as error:
                     reason = error.with_traceback(None)
                 self.residents.abandon()
+                self.ledger.reset_peak()
                 if not self.planning.homes_back():
                     raise reason
 

@@ -1,8 +1,7 @@
 """Weights that are used where their own module does not run: `F.linear(x, self.child.weight)`, a ParameterList.
 
 A layer's weights come when its module's forward is called. A tracing step also looks at the arguments of every torch
-function, and brings the layers of weights that came another way. If there are such, all steps look. In backward they come
-another way where the model itself checkpoints a part of a layer.
+function, and brings the layers of weights that came another way. If there are such, all steps look.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp.engine._resident import Residents
 
@@ -33,13 +33,35 @@ class Strays(TorchFunctionMode):
     def _look(self, argument: Any) -> None:
         if isinstance(argument, torch.Tensor):
             layer = self.residents.layer_of(argument)
-            if layer is None:
-                return
-            if not self.residents.ready(layer):
+            if layer is not None and not self.residents.ready(layer):
                 self.found = True
                 self.residents.touch(layer)
-            if self.found and torch._C._current_graph_task_id() != -1:  # the model's own checkpointing of a part of a layer
-                self.residents.hold(layer)
         elif isinstance(argument, (list, tuple)):
             for item in argument:
                 self._look(item)
+
+
+class StraysInBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The same while backward runs, where a model that checkpoints a part of a layer runs that part again. A function mode
+    would not do: torch lifts it for the whole of a backward."""
+
+    def __init__(self, residents: Residents) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.residents = residents
+        self.layers: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.residents.moving:
+            for argument in args:
+                self._look(argument)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, argument: Any) -> None:
+        layer = self.residents.layer_of(argument) if isinstance(argument, torch.Tensor) else None
+        if layer is None:
+            return
+        if not self.residents.ready(layer):
+            self.layers.add(layer)
+            self.residents.touch(layer)
+        if layer in self.layers:  # checkpoint keeps the weight itself for what follows, and no handle
+            self.residents.hold(layer)
