@@ -67,6 +67,7 @@ class Store:
         self.traffic = Traffic()
         self.accumulate = accumulate
         self.before_change: Callable[[], None] = lambda: None  # the meter looks before what is held changes
+        self.own: Callable[[torch.Tensor], None] = lambda _: None  # the meter is told what is not for it to count
         self.shards = Shards(table=table, world=wire.world, rank=wire.rank)
         self._disk = disk
         self._opened: dict[int, Opened] = {}
@@ -243,6 +244,7 @@ class Store:
         self.before_change()
         new = self._make_home(layer, HOST)
         for target, source in zip(new.tensors, old.tensors, strict=True):
+            self.own(target)
             target.copy_(source)
         weights, gradients, rest = self.home_nbytes(layer)
         self.homes[layer] = new

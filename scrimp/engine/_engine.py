@@ -131,6 +131,7 @@ class Engine:
         for tensor in [*(t for home in self.store.homes for t in home.tensors), *self.store.flats, *model.buffers()]:
             self._meter.ignore(tensor)
         self._meter.ignore(self._updater.stage)
+        self.store.own = self._meter.ignore
         self._undo = Undo(model, self.device)
         self.residents = Residents(self.store, self._meter, self._retire)
         self._strays = Strays(self.residents)
@@ -209,6 +210,8 @@ class Engine:
                     losses.append(self._forward_backward(part_args, part_kwargs))
                     self.residents.retire_rest()
                 self._traced, self._trace = self.residents.end_step()
+                if not self._landed:
+                    raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
             raise self._named(error) from error
         return torch.stack(losses).mean()
