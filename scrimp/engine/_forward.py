@@ -77,8 +77,8 @@ class _Forward:
         return self.run(args, kwargs)
 
     def mark_end(self, args: Any, kwargs: Any) -> None:
-        """No gradient that lands says that backward is through with a frozen layer; that of its inputs does."""
-        if not self.residents.trains(self.layer):
+        """No gradient that lands says that backward is through with frozen weights; that of the layer's inputs does."""
+        if self.residents.partly_frozen(self.layer):
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if inputs:
                 register_multi_grad_hook(inputs, lambda _: self.residents.through(self.layer))

@@ -55,7 +55,9 @@ class Residents:
         self._ends: list[int] = []
         self._retire = retire
         self._trained = [sum(slot.trainable for slot in layer.slots) for layer in store.table.layers]
+        self._frozen = [any(not slot.trainable for slot in layer.slots) for layer in store.table.layers]
         self._landed: dict[int, list[Slot]] = {}  # gradients that stand where weights stood
+        self._spent: list[int] = []  # retired, but their frozen weights may still be needed in this backward
         self._gone: list[int] = []  # retired, perhaps still being copied home
         self._by_storage = {flat.untyped_storage()._cdata: k for k, flat in enumerate(store.flats)}
 
@@ -89,6 +91,7 @@ class Residents:
         self._running.clear()
         self._held.clear()
         self._landed.clear()
+        self._spent.clear()
         self._gone.clear()
         self._current = ()
         self.tracing = False
@@ -111,11 +114,20 @@ class Residents:
         """After a backward: layers some of whose parameters got no gradient."""
         for layer in sorted(self._landed):
             self._finish(layer)
+        for layer in self._spent:
+            self._end(layer)
+        self._spent.clear()
         self._held.clear()
 
     def _finish(self, layer: int) -> None:
-        self._held.discard(layer)
         self._retire(layer, sorted(self._landed.pop(layer), key=lambda slot: slot.start))
+        if self._frozen[layer] and torch._C._current_graph_task_id() != -1:
+            self._spent.append(layer)
+            return
+        self._held.discard(layer)
+        self._end(layer)
+
+    def _end(self, layer: int) -> None:
         if self.store.anchored(layer):
             return
         self._ends.append(layer)
@@ -142,16 +154,21 @@ class Residents:
             if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward: needed until its gradients land
                 self.hold(layer)
 
-    def trains(self, layer: int) -> bool:
-        return any(self._trained[other] for other in self.store.table.layers[layer].needs)
+    def partly_frozen(self, layer: int) -> bool:
+        return any(self._frozen[other] for other in self.store.table.layers[layer].needs)
 
     def hold(self, layer: int) -> None:
         """Recomputed in backward, if only a part of it: needed until its gradients land."""
         self._held.update(self.store.table.layers[layer].needs)
 
     def through(self, layer: int) -> None:
-        """Backward needs a frozen layer no more."""
-        self._held.discard(layer)
+        """Backward needs the frozen weights of a layer no more."""
+        for other in self.store.table.layers[layer].needs:
+            if self._frozen[other]:
+                self._held.discard(other)
+            if other in self._spent:
+                self._spent.remove(other)
+                self._end(other)
 
     def touch(self, layer: int, *, empty: bool = False) -> None:
         """Bring a layer and what it shares; or, `empty`, make room for the layer without its weights."""
