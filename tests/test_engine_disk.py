@@ -3,6 +3,7 @@ back from a failing disk is an error, and nothing goes on from it."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import subprocess
@@ -21,7 +22,7 @@ from scrimp.chunks._optim import SGD, AdamW, Optimizer
 from scrimp.engine import Engine, Memory
 from scrimp.errors import FitError, RunError
 from tests.reference import train_bf16, train_fp32
-from tests.test_engine import LR, adamw, assert_same
+from tests.test_engine import LR, adamw, assert_same, traced_peak
 from tests.test_spill import ROOT, _can
 
 SHAPE = {"layers": 4}
@@ -264,3 +265,27 @@ def test_a_host_that_is_too_small_is_found_before_anything_is_allocated(monkeypa
     with pytest.raises(FitError, match=words):
         engine_for(None, "100KiB")
     assert not made
+
+
+def test_parked_inputs_stay_within_the_hosts_budget() -> None:
+    """They are the last resort of the device; where the host has no room for them either, that is what is said."""
+    shape = {"layers": 6, "seq": 64, "dim": 32}
+    torch.manual_seed(0)
+    model = zoo.build("gpt-tiny", **shape)
+    batch = zoo.example_batch("gpt-tiny", batch=4, step=0, **shape)
+    probe = Engine(copy.deepcopy(model), memory=Memory(device="1GiB"), device="cpu", recompute="all")
+    probe.step(*batch)
+    inputs = 4 * 64 * 32 * 2
+    data = sum(sum(probe.store.home_nbytes(k)) for k in range(len(probe.store.homes)))
+    device = traced_peak(probe) - 3 * inputs
+    memory = Memory(device=device, host=data + 6 * inputs)
+    engine = Engine(copy.deepcopy(model), memory=memory, device="cpu")
+    engine.step(*batch)
+    assert engine.recompute.parked
+    assert engine.ledger.host.peak_nbytes <= data + 6 * inputs
+    engine = Engine(copy.deepcopy(model), memory=Memory(device=device, host=data + 2 * inputs), device="cpu")
+    before = engine.state_dict()
+    with pytest.raises(FitError, match=r"parked on the host they need .* of .*activations 32\.0 KiB.*larger Memory\(host"):
+        engine.step(*batch)
+    assert engine.ledger.host.peak_nbytes <= data + 2 * inputs
+    assert_same(engine.state_dict(), before)

@@ -1,9 +1,10 @@
-"""fp16 with its loss scale, and models most of which is frozen."""
+"""fp16 with its loss scale, models most of which is frozen, and what is said of large logits."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from scrimp import zoo
+from scrimp.errors import FitError
 from tests.reference import train_bf16, train_fp16, train_fp32
 from tests.test_engine import adamw, assert_same, batches_of, engine_for, model_of, run, traced_peak
 
@@ -170,7 +173,7 @@ def test_frozen_weights_do_not_pile_up_in_backward(recompute: str) -> None:
     engine.step(*lora_batches()[0])
     needs = [moment.needs for moment in engine.residents.trace]
     assert max(map(len, needs)) == 1
-    assert all(a != b for a, b in zip(needs, needs[1:], strict=False))
+    assert all(a != b for a, b in pairwise(needs))
 
 
 def test_the_schedule_holds_frozen_layers_over_steps() -> None:
@@ -196,3 +199,22 @@ def test_all_on_the_device_nothing_moves() -> None:
     before = copy.copy(engine.store.traffic)
     run(engine, tuple(lora_batches(3)))
     assert engine.store.traffic == before
+
+
+# Words when it does not fit.
+
+
+@pytest.mark.parametrize("room", [0.6, 0.9])
+def test_logits_that_set_the_peak_get_a_hint(room: float) -> None:
+    torch.manual_seed(0)
+    model = zoo.build("gpt-tiny", vocab=2000)
+    batch = zoo.example_batch("gpt-tiny", batch=16, step=0, vocab=2000)
+    probe = engine_for(model, recompute="all")
+    probe.step(*batch)
+    engine = engine_for(model, int(room * traced_peak(probe)))
+    with pytest.raises(FitError, match=r"2000\) and .*logits set the peak; scrimp\.chunked_cross_entropy\(hidden"):
+        engine.step(*batch)
+    small = engine_for(model_of("gpt-tiny"), "60KiB", recompute="none", precision="fp32")
+    with pytest.raises(FitError) as caught:
+        small.step(*batches_of("gpt-tiny")[0])
+    assert "chunked_cross_entropy" not in str(caught.value)

@@ -41,3 +41,16 @@ def check_loss(loss: torch.Tensor, model: nn.Module) -> None:
     raise RunError(
         "the loss depends on no trained parameter: was it detached, made under torch.no_grad(), or taken from .item()?"
     )
+
+
+def check_landing(name: str, *, in_backward: bool, again: bool) -> None:
+    if not in_backward:
+        raise RunError(
+            f"a gradient for {name} before the engine's backward: the model or the loss function called backward() itself; "
+            "return the loss, and the engine does that"
+        )
+    if again:
+        raise RunError(
+            f"a second gradient for {name} in one backward: use checkpoint(..., use_reentrant=False), "
+            "and call backward once per step"
+        )

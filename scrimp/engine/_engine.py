@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from scrimp.chunks._cuda_meter import CudaMeter
-from scrimp.chunks._home import DEVICE
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._rates import measure
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._update import Updater, stage_numel
-from scrimp.engine._advice import check_loss, does_not_fit
+from scrimp.engine._advice import check_landing, check_loss, does_not_fit
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
 from scrimp.engine._caches import no_caches
@@ -44,6 +44,7 @@ from scrimp.engine._settings import validate
 from scrimp.engine._stand_ins import StandIns
 from scrimp.engine._state import iter_state, load_state, save_state
 from scrimp.engine._strays import Strays, StraysInBackward
+from scrimp.engine._sweep import Place, restore_all, sweep
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._undo import Undo
 from scrimp.engine._weights import Source
@@ -92,6 +93,7 @@ class Engine:
         self.wire = join_world(self.device)
         rates = agreed(self.wire, measure(self.device))
         table = table_of(model, find_layers(model), chunk_numel, self.wire.world, wide=precision != "fp32")
+        here = ranks_here(self.wire)
         places = first_places(
             table,
             self.budget,
@@ -99,7 +101,7 @@ class Engine:
             states=self.optimizer.states,
             accumulate=accumulate,
             world=self.wire.world,
-            ranks_here=ranks_here(self.wire),
+            ranks_here=here,
         )
         self.store = Store(
             table,
@@ -112,6 +114,7 @@ class Engine:
             places=places,
             disk=self.budget.disk,
         )
+        self.store.host_room_nbytes = self.budget.host_nbytes // here
         self._optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         self._largest = max((slot.numel for layer in table.layers for slot in layer.slots if slot.trainable), default=0)
         self._updater = Updater(torch.device("cpu"), self._largest)
@@ -143,7 +146,7 @@ class Engine:
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False
         self._landed: dict[str, tuple[int, Slot]] = {}
-        self._traffic = (0, 0, 0, 0)  # at the start of the last step
+        self._traffic = astuple(self.store.traffic)  # at the start of the last step
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._land)  # type: ignore[no-untyped-call]
@@ -200,8 +203,7 @@ class Engine:
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self._landed.clear()
         losses = []
-        moved = self.store.traffic
-        self._traffic = (moved.up_nbytes, moved.down_nbytes, moved.read_nbytes, moved.written_nbytes)
+        self._traffic = astuple(self.store.traffic)
         try:
             share_buffers(self.wire, self.model)
             with self._running(args, kwargs), no_caches(self.model):
@@ -242,16 +244,7 @@ class Engine:
 
     def _land(self, parameter: torch.Tensor) -> None:
         layer, slot = self.places[id(parameter)]
-        if not self._backward:
-            raise RunError(
-                f"a gradient for {slot.name} before the engine's backward: the model or the loss function called backward() "
-                "itself; return the loss, and the engine does that"
-            )
-        if slot.name in self._part_landed:
-            raise RunError(
-                f"a second gradient for {slot.name} in one backward: use checkpoint(..., use_reentrant=False), "
-                "and call backward once per step"
-            )
+        check_landing(slot.name, in_backward=self._backward, again=slot.name in self._part_landed)
         assert parameter.grad is not None
         with self.residents.quietly():
             self.residents.before_landing(layer)
@@ -285,21 +278,8 @@ class Engine:
         return True
 
     def _update(self) -> None:
-        there = None
-        by_layer: dict[int, list[Slot]] = {}
-        for layer, slot in self._in_order():
-            by_layer.setdefault(layer, []).append(slot)
-        for layer, slots in by_layer.items():
-            updater, scale = self._updater, self._scale
-            if self.store.homes[layer].place == DEVICE:
-                there = there or self._device_updater()
-                updater, scale = there, scale if scale is None else scale.to(self.device)
-            with self.store.opened(layer, write=True) as data:
-                for slot in slots:
-                    count = self.counts[slot.name] = self.counts.get(slot.name, 0) + 1
-                    for piece in data.pieces(slot):
-                        updater.apply(self._optimizers[slot.name], self.steps, count, piece, scale, own_master=data.own_master)
-            self.store.settled(layer)
+        place = Place(store=self.store, host=self._updater, device=self._device_updater)
+        there = sweep(place, self._in_order(), self._optimizers, self.counts, step=self.steps, scale=self._scale)
         if there is not None:
             self.ledger.device.free("temporaries", there.stage.nbytes)
 
@@ -323,8 +303,7 @@ class Engine:
 
     def bound(self) -> Bound:
         """The least traffic and time of a step like the last one, beside what it took."""
-        moved = self.store.traffic
-        now = (moved.up_nbytes, moved.down_nbytes, moved.read_nbytes, moved.written_nbytes)
+        now = astuple(self.store.traffic)
         return bound(self.planning, [b - a for a, b in zip(self._traffic, now, strict=True)], self.seconds)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -410,12 +389,7 @@ class Engine:
         self.residents.abandon()
         self.store.lanes.settle()
         try:
-            for layer, slot in self._landed.values():
-                self.store.restore(layer, slot)
-            for layer, space in enumerate(self.store.table.layers):
-                if self.store.anchored(layer):  # gradients that stand there without having been retired
-                    for slot in space.slots[: sum(slot.trainable for slot in space.slots)]:
-                        self.store.restore(layer, slot)
+            restore_all(self.store, self._landed.values())
         except BaseException as error:
             self.broken = f"step {self.steps} failed, and so did undoing it ({error})"
             raise
