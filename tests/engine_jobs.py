@@ -31,7 +31,12 @@ def train(
         engine.step(*(tensor.chunk(world)[rank] for tensor in batch))
     state = dict(engine.iter_state())
     assert engine.state_dict().keys() == (state.keys() if rank == 0 else set())
-    return state, engine.ledger.peak_nbytes, engine.ledger.host.peak_nbytes, engine.budget.device_nbytes
+    return state, engine.ledger.peak_nbytes, engine.store.host_nbytes(), engine.budget.device_nbytes
+
+
+def host_at_first(name: str) -> int:
+    """Bytes on this rank's host when the engine is built."""
+    return Engine(zoo.build(name), memory=Memory(device="1GiB"), device="cpu").store.host_nbytes()
 
 
 def plain(name: str, steps: int, optimizer: str, clip: float | None) -> dict:

@@ -37,7 +37,7 @@ def load(folder: str | Path, store: Store, *, optimizer: str) -> Loaded:
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(where / name, "pt")) for name, _ in manifest.files]
         for index, layer in enumerate(store.table.layers):
-            with store.opened(index, write=True) as data:
+            with store.opened(index, write=True, read=False) as data:
                 for slot in layer.slots:
                     for piece in data.pieces(slot):
                         _fill(files, manifest.entries[slot.name], piece)

@@ -5,6 +5,7 @@ The format is a length, a JSON header with every tensor's dtype, shape and place
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -41,8 +42,15 @@ def write(path: Path, tensors: Iterable[Named]) -> bytes:
             file.write(block)
             digest.update(block)
         for *_, make in rows:
-            view = make().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            tensor = make().contiguous()
+            view = _bytes(tensor)
             for at in range(0, len(view), BLOCK):
                 file.write(view[at : at + BLOCK])
                 digest.update(view[at : at + BLOCK])
+            del tensor, view  # before the next one is made
     return digest.digest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Not through numpy, after which torch will not resize a storage any more."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

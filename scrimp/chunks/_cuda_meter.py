@@ -69,6 +69,9 @@ class CudaMeter:
         peak, self._peak = self._peak, 0
         return peak
 
+    def largest(self) -> tuple[int, tuple[int, ...]]:
+        return 0, ()  # the allocator knows no shapes
+
     def close(self) -> None:
         """Lift the cap: it holds for the whole process."""
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)

@@ -36,6 +36,8 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._scale = Scale()
         self._wrapped_nbytes = 0
         self._known: dict[int, tuple[str, int]] = {}
+        self._shapes: dict[int, tuple[int, ...]] = {}  # of what is counted
+        self._coming: tuple[int, tuple[int, ...]] = (0, ())  # what the operator that runs now makes
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
@@ -60,10 +62,13 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if weight is None:
             self._prepare(self._scale.guess(func, args))
             out, weight = self._scale.weigh(signature, func, args, kwargs)
+            self._coming = (weight.out_nbytes, weight.out_shape)
             self._flash(weight.need_nbytes)
         else:
+            self._coming = (weight.out_nbytes, weight.out_shape)
             self.expect(weight.need_nbytes, "temporaries")
             out = func(*args, **kwargs)
+        self._coming = (0, ())
         before = self.live_nbytes
         self.peak_nbytes = max(self.peak_nbytes, before + weight.need_nbytes)
         self._count_all(out)
@@ -114,6 +119,7 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._known or not nbytes:
             return
         self._known[key] = (kind, nbytes)
+        self._shapes[key] = tuple(tensor.shape)
         self.live_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
         self.ledger.charge(kind, nbytes)
@@ -153,10 +159,17 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """It lives on, but not on the device: a batch after its step."""
         self._freed(tensor.untyped_storage()._cdata)
 
+    def largest(self) -> tuple[int, tuple[int, ...]]:
+        """Bytes and shape of the largest tensor that is live, or is being made."""
+        live = max(self._shapes, key=lambda key: self._known[key][1], default=None)
+        known = (0, ()) if live is None else (self._known[live][1], self._shapes[live])
+        return max(known, self._coming)
+
     def close(self) -> None: ...
 
     def _freed(self, key: int) -> None:
         kind, nbytes = self._known.pop(key, ("", 0))
+        self._shapes.pop(key, None)
         if nbytes:
             self.live_nbytes -= nbytes
             self.ledger.free(kind, nbytes)

@@ -67,6 +67,8 @@ class Store:
         self.traffic = Traffic()
         self.accumulate = accumulate
         self.before_change: Callable[[], None] = lambda: None  # the meter looks before what is held changes
+        self.host_room_nbytes: int | None = None  # this rank's share of the host
+        self.own: Callable[[torch.Tensor], None] = lambda _: None  # the meter is told what is not for it to count
         self.shards = Shards(table=table, world=wire.world, rank=wire.rank)
         self._disk = disk
         self._opened: dict[int, Opened] = {}
@@ -137,13 +139,14 @@ class Store:
             change("optimizer", rest)
 
     @contextmanager
-    def opened(self, layer: int, *, write: bool = False) -> Iterator[Opened]:
-        """A layer's data in memory; from the disk if it is there, and back to it with `write`."""
+    def opened(self, layer: int, *, write: bool = False, read: bool = True) -> Iterator[Opened]:
+        """A layer's data in memory; from the disk if it is there, unless all of it is about to be written (`read=False`),
+        and back to it with `write`."""
         if layer in self._opened:
             yield self._opened[layer]
             return
         home = self.homes[layer]
-        staged = self._read(home, layer) if home.file is not None else None
+        staged = self._read(home, layer, read) if home.file is not None else None
         own_master = self.dtype_of(layer) == torch.float32
         if staged is not None:
             master, states = (home.weights, staged) if own_master else (staged[0], staged[1:])
@@ -165,16 +168,20 @@ class Store:
             if staged is not None:
                 self.books.host.free("temporaries", sum(tensor.nbytes for tensor in staged))
 
-    def _read(self, home: Home, layer: int) -> list[torch.Tensor]:
+    def _read(self, home: Home, layer: int, read: bool) -> list[torch.Tensor]:
         assert home.file is not None
         trained = self.shards.trained_numel(layer)
         fp32 = self.states + (self.dtype_of(layer) != torch.float32)
         staged = [arena(trained, torch.float32) for _ in range(fp32)]
-        self.books.host.charge("temporaries", sum(tensor.nbytes for tensor in staged))
-        if not home.fresh:
-            for k, tensor in enumerate(staged):
+        nbytes = sum(tensor.nbytes for tensor in staged)
+        self.books.host.charge("temporaries", nbytes)
+        try:
+            for k, tensor in enumerate(staged if read and not home.fresh else []):
                 home.file.read(str(k), tensor)
                 self.traffic.read_nbytes += tensor.nbytes
+        except BaseException:
+            self.books.host.free("temporaries", nbytes)
+            raise
         return staged
 
     def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:
@@ -238,6 +245,7 @@ class Store:
         self.before_change()
         new = self._make_home(layer, HOST)
         for target, source in zip(new.tensors, old.tensors, strict=True):
+            self.own(target)
             target.copy_(source)
         weights, gradients, rest = self.home_nbytes(layer)
         self.homes[layer] = new

@@ -19,10 +19,12 @@ GENEROUS = 4  # a product of bf16 matrices, summed in fp32, took 3 times its inp
 
 class Weight(NamedTuple):
     """`need_nbytes`: the most that was live of what the operator made. `numbers`: how many plain numbers it was given for
-    tensors; torch wraps each in 8 bytes, and autograd may keep them."""
+    tensors; torch wraps each in 8 bytes, and autograd may keep them. `out`: the tensor that it makes, if it is one."""
 
     need_nbytes: int
     numbers: int
+    out_nbytes: int = 0
+    out_shape: tuple[int, ...] = ()
 
 
 class Scale:
@@ -44,7 +46,8 @@ class Scale:
         finally:
             if listening:
                 need = max(0, *accumulate(heard(), initial=0))
-        weight = Weight(need, _numbers(func, args))
+        made = (out.nbytes, tuple(out.shape)) if isinstance(out, torch.Tensor) else (0, ())
+        weight = Weight(need, _numbers(func, args), *made)
         if listening:
             self._keep(signature, weight)
             self._most[func] = max(need, self._most.get(func, 0))

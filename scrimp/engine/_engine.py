@@ -14,12 +14,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._meter import CpuMeter
@@ -27,6 +28,7 @@ from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._rates import measure
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
+from scrimp.engine._advice import check_landing, check_loss, does_not_fit
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
 from scrimp.engine._caches import no_caches
@@ -34,18 +36,21 @@ from scrimp.engine._fit import first_places
 from scrimp.engine._forward import Recompute, watch_layers
 from scrimp.engine._judge import LossScale, judge
 from scrimp.engine._memory import Memory, resolve
+from scrimp.engine._modes import all_eval, warn_of_eval
 from scrimp.engine._planning import Planned, Planning
 from scrimp.engine._resident import Residents
+from scrimp.engine._settings import validate
+from scrimp.engine._stand_ins import StandIns
 from scrimp.engine._state import iter_state, load_state, save_state
-from scrimp.engine._strays import Strays
+from scrimp.engine._strays import Strays, StraysInBackward
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._undo import Undo
-from scrimp.engine._updating import Updating
+from scrimp.engine._updating import Updating, restore_all
 from scrimp.engine._weights import Source
 from scrimp.engine._world import agreed, join_world, ranks_here, share_buffers
 from scrimp.errors import FitError, MoveError, RunError
 from scrimp.layers import find_layers
-from scrimp.ledger import Books, Ledger, format_nbytes
+from scrimp.ledger import Books, Ledger
 
 
 class Engine:
@@ -67,7 +72,7 @@ class Engine:
         device: str | torch.device | None = None,
         chunk_numel: int = DEFAULT_CHUNK,
     ) -> None:
-        _validate(precision, accumulate, recompute, clip_norm)
+        validate(precision, accumulate, recompute, clip_norm)
         self.model = model
         self.optimizer = optimizer or AdamW()
         self.precision = precision
@@ -87,6 +92,7 @@ class Engine:
         self.wire = join_world(self.device)
         rates = agreed(self.wire, measure(self.device))
         table = table_of(model, find_layers(model), chunk_numel, self.wire.world, wide=precision != "fp32")
+        here = ranks_here(self.wire)
         places = first_places(
             table,
             self.budget,
@@ -94,7 +100,7 @@ class Engine:
             states=self.optimizer.states,
             accumulate=accumulate,
             world=self.wire.world,
-            ranks_here=ranks_here(self.wire),
+            ranks_here=here,
         )
         self.store = Store(
             table,
@@ -107,6 +113,7 @@ class Engine:
             places=places,
             disk=self.budget.disk,
         )
+        self.store.host_room_nbytes = self.budget.host_nbytes // here
         self._meter: CpuMeter | CudaMeter
         if self.device.type == "cuda":
             self._meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
@@ -115,7 +122,8 @@ class Engine:
             self._meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
         room = self.budget.device_nbytes if self.device.type == "cuda" else 0
         self.places = take_over(model, self.store, weights, room_nbytes=room)
-        self._order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
+        self.weights = dict(model.named_parameters(remove_duplicate=False))
+        self._order = {name: k for k, name in enumerate(self.weights)}
         self.counts: dict[str, int] = {}
         self.loss_scale = LossScale(dynamic=precision == "fp16")
         buffers = buffers_to(model, self.device)
@@ -125,24 +133,32 @@ class Engine:
         optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         staged = precision != "fp32" or clip_norm is not None
         self._updating = Updating(self.store, optimizers, self._meter, staged=staged)
+        self.store.own = self._meter.ignore
         self._undo = Undo(model, self.device)
         self.residents = Residents(self.store, self._meter, self._retire)
         self._strays = Strays(self.residents)
+        self._strays_again = StraysInBackward(self.residents)
         self.recompute = Recompute()
         watch_layers(model, self.residents, self.recompute)
         self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
         self.planning.stage_nbytes = self._updating.stage_nbytes
+        self.broken: str | None = None  # why the weights are not those of any step
+        self._backward = False
         self._landed: dict[str, tuple[int, Slot]] = {}
-        self._traffic = (0, 0, 0, 0)  # at the start of the last step
-        for parameter in model.parameters():
+        self._traffic = astuple(self.store.traffic)  # at the start of the last step
+        for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._land)  # type: ignore[no-untyped-call]
+        self._stand_ins = StandIns(model, self.weights)
 
     # The step.
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on this rank's whole batch; the mean loss, detached."""
+        """Train on this rank's whole batch; the mean loss, detached. Modules are in the modes that they are in. A step
+        that fails before its update leaves everything as it was; one that fails in it leaves nothing to go on from."""
         start = time.perf_counter()
+        self.check_usable()
+        warn_of_eval(self.model, self.steps)
         key = signature(args, kwargs)
         while True:
             try:
@@ -157,19 +173,26 @@ class Engine:
                 # No weight has changed yet. If there is a way that takes less, try that; not before this clause has
                 # ended: the error and its cause hold the frames, and they hold the activations that did not fit.
                 reason = FitError(*error.args)
+            except BaseException:
+                self._abandon()
+                self._undo.back()
+                raise
             self._abandon()
             self._undo.back()
             if not (self.planning.homes_back() or self.planning.spare(plan)):
                 raise reason
         self._undo.done(tracing=plan.choice is None)
-        finite = self._judged()
-        if finite:
-            touched = self._updating.run(self._in_order(), self.steps, self.counts, self._scale)
-            self.planning.saw_update(*touched)
-        else:
-            self.skipped += 1
-            for layer, slot in self._landed.values():
-                self.store.restore(layer, slot)
+        try:
+            if self._judged():
+                touched = self._updating.run(self._in_order(), self.steps, self.counts, self._scale)
+                self.planning.saw_update(*touched)
+            else:
+                self.skipped += 1
+                for layer, slot in self._landed.values():
+                    self.store.restore(layer, slot)
+        except BaseException as error:
+            self.broken = f"step {self.steps} failed in its update ({type(error).__name__}: {error})"
+            raise
         self.steps += 1
         if self._traced:
             for tensor in self.planning.digest(plan, self._trace, self.residents.kept_nbytes, self.residents.timing.best):
@@ -180,17 +203,17 @@ class Engine:
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self._landed.clear()
         losses = []
-        self.model.train()
-        moved = self.store.traffic
-        self._traffic = (moved.up_nbytes, moved.down_nbytes, moved.read_nbytes, moved.written_nbytes)
+        self._traffic = astuple(self.store.traffic)
         try:
             share_buffers(self.wire, self.model)
-            with no_caches(self.model), self._metered(args, kwargs):
+            with self._running(args, kwargs), no_caches(self.model):
                 self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
                 for part_args, part_kwargs in parts(args, kwargs, self.accumulate):
                     losses.append(self._forward_backward(part_args, part_kwargs))
                     self.residents.retire_rest()
                 self._traced, self._trace = self.residents.end_step()
+                if not self._landed:
+                    raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
             raise self._named(error) from error
         return torch.stack(losses).mean()
@@ -199,32 +222,36 @@ class Engine:
         self._part_landed: set[str] = set()
         args, kwargs = to_device(args, kwargs, self.device, self.store.dtype)
         looking = self._strays if self._strays.found or self.residents.tracing else nullcontext()
-        with self.residents.saving(), looking:
+        again = self._strays_again if self._strays_again.layers or self.residents.tracing else nullcontext()
+        with self.residents.saving(), looking:  # saving in backward too: the model may run parts of itself again
             out = self.model(*args, **kwargs)
             loss = loss_of(self.loss(out) if self.loss is not None else out)
             del out
-        value = loss.detach().clone()
-        if self.loss_scale.value != 1:
-            loss = loss * self.loss_scale.value
-        if self.accumulate > 1:
-            loss = loss / self.accumulate
-        self.residents.say("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+            check_loss(loss, self.model)
+            value = loss.detach().clone()
+            if self.loss_scale.value != 1:
+                loss = loss * self.loss_scale.value
+            if self.accumulate > 1:
+                loss = loss / self.accumulate
+            self.residents.say("backward")
+            self._backward = True
+            try:
+                with again:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            finally:
+                self._backward = False
         return value
 
     def _land(self, parameter: torch.Tensor) -> None:
         layer, slot = self.places[id(parameter)]
-        if slot.name in self._part_landed:
-            raise RunError(
-                f"a second gradient for {slot.name} in one backward: use checkpoint(..., use_reentrant=False), "
-                "and call backward once per step"
-            )
+        check_landing(slot.name, in_backward=self._backward, again=slot.name in self._part_landed)
         assert parameter.grad is not None
-        self.residents.before_landing(layer)
-        self.store.land(layer, slot, parameter.grad, first=slot.name not in self._landed)
-        parameter.grad = None
-        self._part_landed.add(slot.name)
-        self.residents.landed(layer, slot)
+        with self.residents.quietly():
+            self.residents.before_landing(layer)
+            self.store.land(layer, slot, parameter.grad, first=slot.name not in self._landed)
+            parameter.grad = None
+            self._part_landed.add(slot.name)
+            self.residents.landed(layer, slot)
 
     def _retire(self, layer: int, slots: list[Slot]) -> None:
         """All of a layer's gradients of this micro-batch are there (or no more will come)."""
@@ -254,28 +281,26 @@ class Engine:
     # Looking at it.
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward without gradients, through the same residency; the model is in eval mode."""
-        self.model.eval()
-        try:
+        """Forward without gradients, through the same residency; the model is in eval mode meanwhile."""
+        self.check_usable()
+        with all_eval(self.model):
             while True:
                 try:
-                    with self._metered(args, kwargs), torch.no_grad(), self.residents.aside(), self._strays:
+                    with self._running(args, kwargs), torch.no_grad(), self.residents.aside(), self._strays:
                         here, there = to_device(args, kwargs, self.device, self.store.dtype)
-                        return self.model(*here, **there)
+                        return tree_map(self.residents.kept, self.model(*here, **there))
                 except FitError as error:
                     reason = FitError(*error.args)
                 self.residents.abandon()
+                self.ledger.reset_peak()
                 if not self.planning.homes_back():
                     raise reason
-        finally:
-            self.model.train()
 
     def bound(self) -> Bound:
         """The least traffic and time of a step like the last one, beside what it took."""
-        moved = self.store.traffic
-        now = (moved.up_nbytes, moved.down_nbytes, moved.read_nbytes, moved.written_nbytes)
-        moved_now = [b - a for a, b in zip(self._traffic, now, strict=True)]
-        return bound(self.planning, moved_now, self.residents.timing.best, self.seconds)
+        now = astuple(self.store.traffic)
+        moved = [b - a for a, b in zip(self._traffic, now, strict=True)]
+        return bound(self.planning, moved, self.residents.timing.best, self.seconds)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
@@ -297,6 +322,12 @@ class Engine:
         """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with."""
         load_state(self, folder)
 
+    def check_usable(self) -> None:
+        if self.broken is not None:
+            raise RunError(
+                f"{self.broken}: some weights are new, some old, some gone; load the last checkpoint: engine.load(folder)"
+            )
+
     def close(self) -> None:
         """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state."""
         self.residents.abandon()
@@ -313,9 +344,11 @@ class Engine:
         return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
 
     @contextmanager
-    def _metered(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def _running(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """The model may run: its weights are in it, and what it makes of a batch is metered."""
         batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        with self._meter:
+        with self._stand_ins.away(), self._meter:
+            self.residents.active = True
             for tensor in batch:
                 self._meter.count(tensor, "buffers")
             try:
@@ -323,44 +356,29 @@ class Engine:
             except torch.cuda.OutOfMemoryError as error:
                 raise FitError(f"step {self.steps}: {error}; the ledger has {self.ledger.snapshot()}") from error
             finally:
+                self.residents.active = False
                 for tensor in batch:
                     self._meter.forget(tensor)
 
     def _over_budget(self, perhaps: bool) -> None:
         self.residents.make_room()
         if not perhaps and self.ledger.total_nbytes > self.budget.device_nbytes:
-            raise FitError(
-                f"step {self.steps} needs {format_nbytes(self.ledger.total_nbytes)} on the device, the budget is "
-                f"{format_nbytes(self.budget.device_nbytes)} ({self.ledger.snapshot()}). "
-                + ("Use recompute='all' or a smaller batch" if self.planning.mode == "none" else "Use a smaller batch")
-                + ", more accumulate, or a larger Memory(device=...)"
-            )
+            mode = self.planning.mode
+            raise does_not_fit(self.steps, self.ledger, self.budget.device_nbytes, self.model, self._meter, mode)
 
     def _abandon(self) -> None:
         """Undo a step that failed before the update: weights again where gradients stood."""
         gc.collect()  # graphs that failed half-way are cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        for parameter in self.model.parameters():
+        for parameter in self.weights.values():
             parameter.grad = None
         self.residents.abandon()
         self.store.lanes.settle()
-        for layer, slot in self._landed.values():
-            self.store.restore(layer, slot)
-        for layer, space in enumerate(self.store.table.layers):
-            if self.store.anchored(layer):  # gradients that stand there without having been retired
-                for slot in space.slots[: sum(slot.trainable for slot in space.slots)]:
-                    self.store.restore(layer, slot)
+        try:
+            restore_all(self.store, self._landed.values())
+        except BaseException as error:
+            self.broken = f"step {self.steps} failed, and so did undoing it ({error})"
+            raise
         self._landed.clear()
         self.ledger.reset_peak()
-
-
-def _validate(precision: str, accumulate: int, recompute: str, clip_norm: float | None) -> None:
-    if precision not in ("bf16", "fp16", "fp32"):
-        raise RunError(f"precision {precision!r} is not one of 'bf16', 'fp16', 'fp32'")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise RunError(f"accumulate={accumulate!r}: it is the number of parts a batch is split into, 1 or more")
-    if recompute not in ("auto", "none", "all"):
-        raise RunError(f"recompute={recompute!r} is not one of 'auto', 'none', 'all'")
-    if clip_norm is not None and not clip_norm > 0:
-        raise RunError(f"clip_norm={clip_norm!r} must be more than 0")

@@ -32,7 +32,7 @@ def first_places(
             # A layer on disk is updated through a stage on the host.
             stage = max((rows[j][2] for j in range(len(rows)) if places[j] == DISK), default=0)
             if total + stage <= room:
-                break
+                return places
             total -= rows[k][2]
             places[k] = DISK
         if total + max(row[2] for row in rows) <= room:

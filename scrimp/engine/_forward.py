@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from scrimp.engine._buffers import Place, copies, places
 from scrimp.engine._parking import Parked
 from scrimp.engine._resident import Residents
+from scrimp.errors import RunError
 
 
 @dataclass
@@ -45,16 +49,29 @@ class _Forward:
         self.layer = layer
         self.residents = residents
         self.recompute = recompute
-        self.buffers = [buffer for buffer in module.buffers() if buffer is not None]
-        self.changed: list[torch.Tensor] = []  # buffers that a forward writes: running statistics
+        self.buffers = places(module)
+        self.changed: list[Place] = []  # buffers that a forward writes: running statistics
         self.dummy = torch.empty(0, device=residents.store.device)  # tells checkpoint which device's random state to keep
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.residents.active:
+            raise RunError(
+                f"layer '{self.residents.store.table.layers[self.layer].path}' was called outside of the engine, where its "
+                "weights are not there; call engine.step(*batch), or engine.evaluate(*batch) for a forward without gradients"
+            )
         if self.layer in self.recompute.again and torch.is_grad_enabled():
+            self.mark_end(args, kwargs)
             inputs = Parked(args, kwargs, self.residents.store, self.residents.meter)
             run = self.residents.meter.replayed(lambda _: self.once_or_again(inputs))
             return checkpoint(run, self.dummy, use_reentrant=False)
         return self.run(args, kwargs)
+
+    def mark_end(self, args: Any, kwargs: Any) -> None:
+        """No gradient that lands says that backward is through with frozen weights; that of the layer's inputs does."""
+        if self.residents.partly_frozen(self.layer):
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            if inputs:
+                register_multi_grad_hook(inputs, lambda _: self.residents.through(self.layer))
 
     def once_or_again(self, inputs: Parked) -> Any:
         if not inputs.used:
@@ -62,15 +79,14 @@ class _Forward:
             if self.recompute.parked:
                 inputs.park()
             return out
-        before = [buffer.clone() for buffer in self.changed]
+        before = copies(self.changed)
         live = self.residents.meter.live_nbytes
         args, kwargs = inputs.bring()
         try:
             return self.run(args, kwargs)
         finally:  # a recomputation is cut short by an exception when it has made all that backward needs
-            with torch.no_grad():
-                for buffer, old in zip(self.changed, before, strict=True):
-                    buffer.copy_(old)
+            for copy in before:
+                copy.back()
             if self.residents.tracing:
                 kept = self.residents.meter.live_nbytes - live
                 self.residents.kept_nbytes[self.layer] = max(kept, self.residents.kept_nbytes.get(self.layer, 0))
@@ -82,8 +98,13 @@ class _Forward:
             with self.residents.timing.of(self.layer):
                 if not self.residents.tracing:
                     return self.forward(*args, **kwargs)
-                before = [buffer.clone() for buffer in self.buffers]
+                before = copies(self.buffers)
                 out = self.forward(*args, **kwargs)
-            # Not by their versions: batch norm writes its statistics past them.
-            self.changed = [b for b, old in zip(self.buffers, before, strict=True) if not torch.equal(b, old)]
+            self.changed = [copy.place for copy in before if copy.changed]
             return out
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError(
+            "a model that an engine has taken over cannot be copied or pickled: its weights live in the engine; "
+            "copy it before Engine(model), or load engine.state_dict() into a new one"
+        )

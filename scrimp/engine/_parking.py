@@ -12,6 +12,8 @@ from scrimp.chunks._arena import arena
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._store import Store
+from scrimp.errors import FitError
+from scrimp.ledger import format_nbytes
 
 
 class Parked:
@@ -50,12 +52,19 @@ class Parked:
                 self._leaves[k] = None
 
     def _host(self, leaf: torch.Tensor) -> torch.Tensor:
+        host, room = self._store.books.host, self._store.host_room_nbytes
+        if room is not None and host.total_nbytes + leaf.nbytes > room:
+            raise FitError(
+                f"inputs of recomputed layers do not fit on the device, and parked on the host they need "
+                f"{format_nbytes(host.total_nbytes + leaf.nbytes)} of {format_nbytes(room)} ({host.snapshot()}). "
+                "Use a smaller batch, more accumulate, or a larger Memory(host=...)"
+            )
         if self._store.lanes.overlapped:
             there = torch.empty(leaf.numel(), dtype=leaf.dtype, pin_memory=True)
         else:
             there = arena(leaf.numel(), leaf.dtype)
             self._meter.ignore(there)
-        host, nbytes = self._store.books.host, there.nbytes
+        nbytes = there.nbytes
         host.charge("activations", nbytes)
         weakref.finalize(there.untyped_storage(), host.free, "activations", nbytes)
         return there

@@ -42,6 +42,7 @@ class Residents:
         self.meter = meter
         self.step = 0
         self.tracing = False
+        self.active = False  # inside a step or an evaluation
         self.moving = False  # layers are coming and going: what is done to them now is not the model's doing
         self.trace: list[Moment] = []  # of this step; `room_nbytes` is what others took
         self.timing = Timing(store.device)
@@ -56,7 +57,9 @@ class Residents:
         self._ends: list[int] = []
         self._retire = retire
         self._trained = [sum(slot.trainable for slot in layer.slots) for layer in store.table.layers]
+        self._frozen = [any(not slot.trainable for slot in layer.slots) for layer in store.table.layers]
         self._landed: dict[int, list[Slot]] = {}  # gradients that stand where weights stood
+        self._spent: list[int] = []  # retired, but their frozen weights may still be needed in this backward
         self._gone: list[int] = []  # retired, perhaps still being copied home
         self._by_storage = {flat.untyped_storage()._cdata: k for k, flat in enumerate(store.flats)}
 
@@ -91,6 +94,7 @@ class Residents:
         self._running.clear()
         self._held.clear()
         self._landed.clear()
+        self._spent.clear()
         self._gone.clear()
         self._current = ()
         self.tracing = False
@@ -113,11 +117,20 @@ class Residents:
         """After a backward: layers some of whose parameters got no gradient."""
         for layer in sorted(self._landed):
             self._finish(layer)
+        for layer in self._spent:
+            self._end(layer)
+        self._spent.clear()
         self._held.clear()
 
     def _finish(self, layer: int) -> None:
-        self._held.discard(layer)
         self._retire(layer, sorted(self._landed.pop(layer), key=lambda slot: slot.start))
+        if self._frozen[layer] and torch._C._current_graph_task_id() != -1:
+            self._spent.append(layer)
+            return
+        self._held.discard(layer)
+        self._end(layer)
+
+    def _end(self, layer: int) -> None:
         if self.store.anchored(layer):
             return
         self._ends.append(layer)
@@ -142,7 +155,23 @@ class Residents:
         finally:
             self._running.remove(layer)
             if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward: needed until its gradients land
-                self._held.update(self.store.table.layers[layer].needs)
+                self.hold(layer)
+
+    def partly_frozen(self, layer: int) -> bool:
+        return any(self._frozen[other] for other in self.store.table.layers[layer].needs)
+
+    def hold(self, layer: int) -> None:
+        """Recomputed in backward, if only a part of it: needed until its gradients land."""
+        self._held.update(self.store.table.layers[layer].needs)
+
+    def through(self, layer: int) -> None:
+        """Backward needs the frozen weights of a layer no more."""
+        for other in self.store.table.layers[layer].needs:
+            if self._frozen[other]:
+                self._held.discard(other)
+            if other in self._spent:
+                self._spent.remove(other)
+                self._end(other)
 
     def touch(self, layer: int, *, empty: bool = False) -> None:
         """Bring a layer and what it shares; or, `empty`, make room for the layer without its weights."""
@@ -150,11 +179,16 @@ class Residents:
         needs = tuple(sorted({*self.store.table.layers[layer].needs} | pinned | self._held | {*self._landed}))
         if needs == self._current and all(self.ready(other) for other in needs):
             return
-        self.moving = True
-        try:
+        with self.quietly():
             self._begin_moment(layer, needs, empty)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        before, self.moving = self.moving, True
+        try:
+            yield
         finally:
-            self.moving = False
+            self.moving = before
 
     def _begin_moment(self, layer: int, needs: tuple[int, ...], empty: bool) -> None:
         bring = [other for other in needs if not (empty and other == layer)]
@@ -242,6 +276,10 @@ class Residents:
     def layer_of(self, tensor: torch.Tensor) -> int | None:
         """The layer whose storage a tensor is of."""
         return self._by_storage.get(tensor.untyped_storage()._cdata)
+
+    def kept(self, leaf: Any) -> Any:
+        """For what leaves the engine: a weight that was handed out would go with its layer."""
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and self.layer_of(leaf) is not None else leaf
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         layer = self.layer_of(tensor)

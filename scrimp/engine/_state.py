@@ -10,13 +10,15 @@ import torch
 
 from scrimp.checkpoint import load, save
 from scrimp.chunks._table import Slot
+from scrimp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
 
 
 def iter_state(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
+    engine.check_usable()
+    for name, parameter in engine.weights.items():
         yield name, _full(engine, *engine.places[id(parameter)])
     for name, buffer in engine.model.named_buffers():
         here = buffer.detach().cpu().clone()
@@ -34,6 +36,7 @@ def _full(engine: Engine, layer: int, slot: Slot) -> torch.Tensor:
 
 
 def save_state(engine: Engine, folder: str | Path) -> None:
+    engine.check_usable()
     random = {"cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(engine.device)
@@ -52,7 +55,16 @@ def save_state(engine: Engine, folder: str | Path) -> None:
 
 def load_state(engine: Engine, folder: str | Path) -> None:
     engine.residents.abandon()
-    manifest, random, buffers = load(folder, engine.store, optimizer=type(engine.optimizer).__name__)
+    for layer in range(len(engine.store.homes)):
+        engine.store.settled(layer)
+    try:
+        manifest, random, buffers = load(folder, engine.store, optimizer=type(engine.optimizer).__name__)
+    except CheckpointError:  # found before anything was written
+        raise
+    except BaseException as error:
+        engine.broken = f"loading {folder} failed half-way ({error})"
+        raise
+    engine.broken = None
     engine.steps, engine.skipped = manifest.steps, manifest.skipped
     engine.loss_scale.value, engine.loss_scale.good = manifest.loss_scale
     engine.counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}

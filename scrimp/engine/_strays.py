@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp.engine._resident import Residents
 
@@ -38,3 +39,29 @@ class Strays(TorchFunctionMode):
         elif isinstance(argument, (list, tuple)):
             for item in argument:
                 self._look(item)
+
+
+class StraysInBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The same while backward runs, where a model that checkpoints a part of a layer runs that part again. A function mode
+    would not do: torch lifts it for the whole of a backward."""
+
+    def __init__(self, residents: Residents) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.residents = residents
+        self.layers: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.residents.moving:
+            for argument in args:
+                self._look(argument)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, argument: Any) -> None:
+        layer = self.residents.layer_of(argument) if isinstance(argument, torch.Tensor) else None
+        if layer is None:
+            return
+        if not self.residents.ready(layer):
+            self.layers.add(layer)
+            self.residents.touch(layer)
+        if layer in self.layers:  # checkpoint keeps the weight itself for what follows, and no handle
+            self.residents.hold(layer)

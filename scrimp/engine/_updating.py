@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -73,3 +74,13 @@ class Updating:
         self.meter.ignore(updater.stage)
         self.store.ledger.charge("temporaries", updater.stage.nbytes)
         return updater
+
+
+def restore_all(store: Store, landed: Iterable[tuple[int, Slot]]) -> None:
+    """Instead of an update: weights again where gradients stand."""
+    for layer, slot in landed:
+        store.restore(layer, slot)
+    for layer, space in enumerate(store.table.layers):
+        if store.anchored(layer):  # gradients that stand there without having been retired
+            for slot in space.slots[: sum(slot.trainable for slot in space.slots)]:
+                store.restore(layer, slot)

@@ -1,0 +1,56 @@
+"""What to say when a step does not fit, or cannot be trained on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from scrimp.chunks._cuda_meter import CudaMeter
+from scrimp.chunks._meter import CpuMeter
+from scrimp.engine._cross_entropy import logits_hint
+from scrimp.errors import FitError, RunError
+from scrimp.ledger import Books, format_nbytes
+
+
+def vocabs(model: nn.Module) -> set[int]:
+    """Sizes that the last dim of logits could have: of the embeddings, and of the last matrix."""
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads = [module.out_features for module in model.modules() if isinstance(module, nn.Linear)]
+    return sizes | {*heads[-1:]}
+
+
+def does_not_fit(
+    step: int, books: Books, budget_nbytes: int, model: nn.Module, meter: CpuMeter | CudaMeter, mode: str
+) -> FitError:
+    total, (nbytes, shape) = books.total_nbytes, meter.largest()
+    hint = logits_hint(total, nbytes, shape, vocabs(model))
+    return FitError(
+        f"step {step} needs {format_nbytes(total)} on the device, the budget is {format_nbytes(budget_nbytes)} "
+        f"({books.snapshot()}). "
+        + ("Use recompute='all' or a smaller batch" if mode == "none" else "Use a smaller batch")
+        + ", more accumulate, or a larger Memory(device=...)"
+        + (f"; {hint}" if hint else "")
+    )
+
+
+def check_loss(loss: torch.Tensor, model: nn.Module) -> None:
+    if loss.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RunError("no parameter of the model is trained (requires_grad is False for all): engine.evaluate needs no step")
+    raise RunError(
+        "the loss depends on no trained parameter: was it detached, made under torch.no_grad(), or taken from .item()?"
+    )
+
+
+def check_landing(name: str, *, in_backward: bool, again: bool) -> None:
+    if not in_backward:
+        raise RunError(
+            f"a gradient for {name} before the engine's backward: the model or the loss function called backward() itself; "
+            "return the loss, and the engine does that"
+        )
+    if again:
+        raise RunError(
+            f"a second gradient for {name} in one backward: use checkpoint(..., use_reentrant=False), "
+            "and call backward once per step"
+        )
