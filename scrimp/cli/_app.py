@@ -136,7 +136,7 @@ def doctor(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Steps of the training run, 10 or more.", min=10)] = 100,
+    steps: Annotated[int, typer.Option(help="Steps of the training run, 10 or more.", min=10)] = 80,
     seed: Annotated[int, typer.Option(help="Chooses the grammar of the text and the first weights.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the closing table and nothing else.")] = False,
     moves: Annotated[

@@ -43,7 +43,7 @@ class Setting:
     layers: int = 6
     batch: int = 16
     lr: float = 2e-3
-    steps: int = 100
+    steps: int = 80
     seed: int = 0
 
     @property

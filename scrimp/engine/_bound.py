@@ -77,5 +77,5 @@ def bound(planning: Planning, moved: Sequence[int], seconds: float) -> Bound:
 def _gradients_nbytes(store: Store, layer: int) -> int:
     """What goes home from this rank: without the padding between parameters, which the arenas hold but nobody sends."""
     slots = [slot for slot in store.table.layers[layer].slots if slot.trainable]
-    numel = sum(span.stop - span.start for slot in slots for _, span in store.shards.pieces(layer, slot))
+    numel: int = sum(span.stop - span.start for slot in slots for _, span in store.shards.pieces(layer, slot))
     return numel * store.dtype_of(layer).itemsize
