@@ -14,7 +14,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: help demo test test-full test-gpu lint bench-move clean
 
 help:
-	@echo "make demo        what scrimp does, on this machine, in a minute"
+	@echo "make demo        training within a budget, killed and resumed, on this machine, in a minute"
 	@echo "make test        lint, types, layering and a fixed sample of the tests"
 	@echo "make test-full   all tests, and more examples of every property"
 	@echo "make test-gpu    the tests that need a CUDA device"

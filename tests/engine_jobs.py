@@ -139,3 +139,27 @@ def weights_of(name: str, weights: str) -> dict:
         model = zoo.build(name)
     engine = Engine(model, weights=weights, memory=Memory(device="1GiB"), device="cpu", chunk_numel=1000)
     return {key: value.clone() for key, value in engine.iter_state()}
+
+
+def within_budgets(tenths: list[int]) -> list[tuple[int, int, int, int, int, int]]:
+    """Steps beyond the tracing ones, within so many tenths of the least budget; budget and peak, then the traffic of a step
+    and the least of it."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def trained(budget: int, steps: int) -> Engine:
+        torch.manual_seed(0)
+        model = zoo.build("gpt-tiny", dim=96, layers=4)
+        engine = Engine(model, optimizer=AdamW(), memory=Memory(device=budget), device="cpu", precision="fp32")
+        for step in range(steps):
+            batch = zoo.example_batch("gpt-tiny", batch=8, step=step)
+            engine.step(*(tensor.chunk(world)[rank].clone() for tensor in batch))
+        return engine
+
+    least = trained(1 << 30, 1).ledger.peak_nbytes
+    found = []
+    for budget in (least * tenth // 10 for tenth in tenths):
+        engine = trained(budget, 4)
+        bound = engine.bound()
+        moved = (bound.up_nbytes, bound.least_up_nbytes, bound.down_nbytes, bound.least_down_nbytes)
+        found.append((budget, engine.ledger.peak_nbytes, *moved))
+    return found

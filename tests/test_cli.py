@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from scrimp.cli import _demo, _doctor
+from scrimp.cli import _demo_moves, _doctor
 from scrimp.cli._app import app
 from scrimp.cli._move import parse_shape
 from scrimp.cli._picture import borders, cells, frames, nbytes_text, picture, ranks_text
@@ -295,13 +295,13 @@ def test_doctor_deep() -> None:
 # The demo, on two ranks.
 
 
-def test_demo() -> None:
+def test_demo_of_moves() -> None:
     mesh, out = Mesh({"x": 2}), StringIO()
     problems = [
-        _demo.Problem("T1", mesh, (64, 64), "[x,-]", "[-,x]"),
-        _demo.Problem("T2", mesh, (64, 64), "[-,x]", "[-,-]"),
+        _demo_moves.Problem("T1", mesh, (64, 64), "[x,-]", "[-,x]"),
+        _demo_moves.Problem("T2", mesh, (64, 64), "[-,x]", "[-,-]"),
     ]
-    _demo.demo(Console(file=out, width=100, markup=False), problems)
+    _demo_moves.moves(Console(file=out, width=100, markup=False), problems)
     text = out.getvalue()
     assert re.search(r"T1 +\[x,-\] -> \[-,x\] +0\.00 +0\.01 +2\.0x +1\.0 +2\.0 +[\d.]+ +[\d.]+ +[\d.]+x +✓", text)
     assert re.search(r"T2 +\[-,x\] -> \[-,-\] .* 1\.0x +1\.0 +1\.0 .*✓", text)
@@ -312,20 +312,20 @@ def test_demo() -> None:
     assert "make bench-move" in text
 
 
-def test_demo_owns_up_to_wrong_values() -> None:
-    fine = _demo.Side(received_nbytes=1 << 20, peak_over_cap=1.0, seconds=0.05, right=True)
-    wrong = _demo.Side(received_nbytes=2 << 20, peak_over_cap=2.0, seconds=1.0, right=False)
-    results = [(problem, fine, wrong) for problem in _demo.PROBLEMS]
-    assert "Wrong values: A1 of torch, A3 of torch" in _demo.closing(results, [])
+def test_demo_of_moves_owns_up_to_wrong_values() -> None:
+    fine = _demo_moves.Side(received_nbytes=1 << 20, peak_over_cap=1.0, seconds=0.05, right=True)
+    wrong = _demo_moves.Side(received_nbytes=2 << 20, peak_over_cap=2.0, seconds=1.0, right=False)
+    results = [(problem, fine, wrong) for problem in _demo_moves.PROBLEMS]
+    assert "Wrong values: A1 of torch, A3 of torch" in _demo_moves.closing(results, [])
     out = StringIO()
-    Console(file=out, width=80, markup=False).print(_demo.results_table(results, 80))
+    Console(file=out, width=80, markup=False).print(_demo_moves.results_table(results, 80))
     assert out.getvalue().count("✗") == len(results)
     assert "…" not in out.getvalue()
 
 
-def test_demo_problems_are_small_and_for_eight_ranks() -> None:
-    assert {problem.mesh.size for problem in _demo.PROBLEMS} == {8}
-    for problem in _demo.PROBLEMS:
+def test_problems_of_the_demo_are_small_and_for_eight_ranks() -> None:
+    assert {problem.mesh.size for problem in _demo_moves.PROBLEMS} == {8}
+    for problem in _demo_moves.PROBLEMS:
         made = program(problem.shape, str(problem.mesh), problem.src, problem.dst)
         assert made.peak_numel == made.cap_numel
         assert prod(problem.shape) * made.itemsize == 16 << 20

@@ -78,3 +78,12 @@ def test_a_dead_rank_ends_the_others() -> None:
         ranks.run(jobs.fault, "dead", grace_seconds=15)
     assert "exit code 9" in str(caught.value)
     assert not caught.value.standing
+
+
+def test_layers_that_come_ahead_do_not_go_while_they_come() -> None:
+    """A gather packs what it sends: where that passed the budget, room was made by dropping the very layer."""
+    for answers in pool(2).run(jobs.within_budgets, [*range(10, 26, 2)], timeout_seconds=300):
+        for budget, peak, up, least_up, down, least_down in answers:
+            assert peak <= budget
+            assert up >= least_up
+            assert down == least_down

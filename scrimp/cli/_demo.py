@@ -1,244 +1,246 @@
-"""`scrimp demo`: arrays of 16 MiB move between layouts on 8 gloo processes, by scrimp and by PyTorch's DTensor.
-
-Bytes and peaks are counted from the plans. Times are measured: the best of three runs between two barriers, on the
-slowest rank. Every rank compares its result with its own slice of the whole array.
+"""`scrimp demo`: a tour of training within a budget. A small GPT that plain PyTorch cannot train within it, trained by
+scrimp on two processes, killed, and resumed on one; every figure is of the run that is seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from scrimp.cli._picture import nbytes_text
+from scrimp.cli._curve import curve
+from scrimp.cli._demo_table import closing, table
+from scrimp.cli._demo_train import Figures, Plain, Run, Setting, plain, train
+from scrimp.engine._metrics import read_metrics
 from scrimp.errors import ScrimpError
-from scrimp.layout import Layout, Mesh
-from scrimp.move import Program, synthesize
+from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
+from scrimp.ledger import format_nbytes
 
-if TYPE_CHECKING:
-    import torch
-
-REPEATS = 3
-NAMES = ("scrimp", "torch")
-ROOMY = 90  # columns from which the table can have wider gaps; without them it fits in 80
-
-A = Mesh({"x": 2, "y": 4})
-B = Mesh({"x": 2, "y": 2, "z": 2})
-C = Mesh({"x": 4, "y": 2})
-SQUARE, CUBE = (2048, 2048), (128, 128, 256)  # 16 MiB of float32 each
-
-
-class Problem(NamedTuple):
-    id: str
-    mesh: Mesh
-    shape: tuple[int, ...]
-    src: str
-    dst: str
-
-
-# Named as in the benchmark, where the arrays are larger.
-PROBLEMS = (
-    Problem("A1", A, SQUARE, "[x,-]", "[-,x]"),
-    Problem("A3", A, SQUARE, "[x,y]", "[y,x]"),
-    Problem("A4", A, SQUARE, "[x*y,-]", "[-,x*y]"),
-    Problem("A7", A, SQUARE, "[x*y,-]", "[y,-]"),
-    Problem("A10", A, SQUARE, "[y,-]", "[-,x]"),
-    Problem("B1", B, CUBE, "[x,y,z]", "[y,z,x]"),
-    Problem("B4", B, CUBE, "[x,y,-]", "[y,x,-]"),
-    Problem("C1", C, CUBE, "[y,-,x]", "[-,x*y,-]"),
-)
+WORLD = 2
+FIRST_SHARE, SECOND_SHARE = 3, 4  # parts of plain PyTorch's peak that the two runs may take: a third, then a quarter
+FULL = Setting()
+LEAST_STEPS = 10
+TIMEOUT_SECONDS = 600.0
+POLL_SECONDS = 0.02
+LAST = 10
+KILLED = f"died with exit code {-signal.SIGKILL}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """What one of the two needs for a problem."""
+class Outcome:
+    """What the tour found. `before` and `after`: the losses by step of the run that was killed and of the resumed one."""
 
-    received_nbytes: int
-    peak_over_cap: float
-    seconds: float
-    right: bool
+    setting: Setting
+    plain: Plain
+    first: Figures
+    second: Figures
+    before: Mapping[int, float]
+    after: Mapping[int, float]
+
+    @property
+    def repeated(self) -> list[int]:
+        return sorted(self.before.keys() & self.after.keys())
+
+    def broken(self) -> list[str]:
+        """The promises that this run did not keep."""
+        found = []
+        for name, figures in (("on two ranks", self.first), ("resumed", self.second)):
+            for meter, peak in (("ledger", figures.peak_nbytes), ("profiler", figures.metered_nbytes)):
+                if peak > figures.budget_nbytes:
+                    found.append(f"{name} the peak is {peak:,} bytes by the {meter}; the budget is {figures.budget_nbytes:,}")
+        if not self.repeated:
+            found.append("no step was made both before the kill and after the resume")
+        found += [
+            f"the loss of step {step} was {self.before[step]!r} before the kill and {self.after[step]!r} after the resume"
+            for step in self.repeated
+            if self.before[step] != self.after[step]
+        ]
+        return found
 
 
-def demo(console: Console, problems: Sequence[Problem] = PROBLEMS) -> None:
-    from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
+def demo(console: Console, *, steps: int = FULL.steps, seed: int = 0, quiet: bool = False) -> list[str]:
+    """The whole tour; the promises that were broken."""
+    if steps < LEAST_STEPS:
+        raise ScrimpError(f"{steps} steps are too few to trace, save, be killed and resume in: take {LEAST_STEPS} or more")
+    setting = Setting(**{**FULL.__dict__, "steps": steps, "seed": seed})
+    began = time.monotonic()
+    outcome = tour(console, setting, quiet=quiet)
+    broken = outcome.broken()
+    if not quiet:
+        heading(console, 5, "What it took", "Bytes of the busiest rank, exact, of this run; traffic and times of rank 0.")
+    console.print(table(outcome.plain, outcome.first, outcome.second))
+    if not quiet:
+        console.print(closing(time.monotonic() - began), soft_wrap=True)
+    for promise in broken:
+        console.print(f"broken promise: {promise}", style="bold red", soft_wrap=True)
+    return broken
 
-    world = problems[0].mesh.size
-    notes = Console(stderr=True, markup=False, highlight=False)
-    results = []
+
+def tour(console: Console, setting: Setting, *, quiet: bool) -> Outcome:
+    words = Console(quiet=True) if quiet else console
+    with tempfile.TemporaryDirectory(prefix="scrimp-demo-") as folder, _hushed(), _cursor(words):
+        with _ranks(WORLD) as ranks:
+            known = max(ranks.run(plain, setting), key=lambda one: one.peak_nbytes)
+            budgets = [known.peak_nbytes // share for share in (FIRST_SHARE, SECOND_SHARE)]
+            first = Run(
+                name="first", folder=folder, budget_nbytes=budgets[0], measured=setting.saved - 1, doomed=True, quiet=quiet
+            )
+            _say_plain(words, setting, known, budgets[0])
+            _say_first(words, budgets[0])
+            _until_killed(ranks, setting, first)
+        before = read_metrics(first.metrics)
+        second = Run(
+            name="second", folder=folder, budget_nbytes=budgets[1], measured=setting.steps - 1, doomed=False,
+            accumulate=WORLD, quiet=quiet,
+        )  # fmt: skip
+        _say_second(words, setting, len(before), budgets[1])
+        with _ranks(1) as ranks:
+            ranks.run(train, setting, second)
+        after = read_metrics(second.metrics)
+        outcome = Outcome(
+            setting=setting,
+            plain=known,
+            first=_figures(first, WORLD, before),
+            second=_figures(second, 1, after),
+            before=_losses(before),
+            after={step: loss for step, loss in _losses(after).items() if step >= setting.saved},
+        )
+    _say_losses(words, outcome, [row["loss"] for row in after], len(before))
+    return outcome
+
+
+def heading(console: Console, number: int, title: str, text: str) -> None:
+    console.print(f"\n{number}  {title}", style="bold")
+    console.print(text)
+
+
+def _say_plain(console: Console, setting: Setting, known: Plain, budget: int) -> None:
+    text = (
+        f"{setting.layers} layers, {known.parameters:,} parameters, {format_nbytes(4 * known.parameters)} in fp32. The text "
+        f"comes from a random grammar (seed {setting.seed}): no model can do better than its entropy, {known.entropy:.4f} nats "
+        f"a token. Knowing only how often each word occurs gives {known.unigram_entropy:.4f}."
+    )
+    heading(console, 1, "A small GPT, and a text whose entropy is known", text)
+    text = (
+        'The "device" of this tour is a budget on CPU memory: every storage that an operator makes counts. The budget is '
+        f"1/{FIRST_SHARE} of what plain PyTorch takes for a rank's share of the batch: weights, gradients, AdamW states and "
+        "activations, all fp32. Its peak, by the profiler's memory events over real steps:"
+    )
+    heading(console, 2, "Plain PyTorch breaks the budget", text)
+    over = known.peak_nbytes / budget
+    console.print(f"  plain peak   {known.peak_nbytes:>13,} bytes   OVER, {over:.2f} times the budget", style="red")
+    console.print(f"  budget       {budget:>13,} bytes")
+
+
+def _say_first(console: Console, budget: int) -> None:
+    text = (
+        f"scrimp.Engine(model, memory=scrimp.Memory(device={budget})), in fp32 too, in {WORLD} processes joined by gloo, each "
+        "on its share of the batches:"
+    )
+    heading(console, 3, f"scrimp within the budget, on {WORLD} ranks", text)
+
+
+def _say_second(console: Console, setting: Setting, killed: int, budget: int) -> None:
+    text = (
+        f"A checkpoint was saved after step {setting.saved}; after step {killed} both ranks got SIGKILL. The run goes on from "
+        f"the checkpoint on 1 rank in place of {WORLD}, within 1/{SECOND_SHARE} of plain's peak, {format_nbytes(budget)}:"
+    )
+    heading(console, 4, "Killed, and resumed", text)
+
+
+def _say_losses(console: Console, outcome: Outcome, losses: Sequence[float], killed: int) -> None:
+    steps = outcome.repeated
+    equal = [step for step in steps if outcome.before[step] == outcome.after[step]]
+    console.print(
+        f"The steps from {outcome.setting.saved + 1} to {killed} were made twice, before the kill on {WORLD} ranks and after "
+        f"it on 1: {len(equal)} of {len(steps)} losses are equal to the last bit."
+    )
+    for step in (*steps[:1], *steps[1:][-1:]):
+        console.print(f"  step {step + 1:<4} {outcome.before[step]!r:<20} {outcome.after[step]!r}")
+    last = losses[-LAST:]
+    console.print(
+        f"\nThe loss over both runs, in nats a token; the mean of the last {len(last)} steps is {sum(last) / len(last):.4f}, "
+        f"the floor {outcome.plain.entropy:.4f}:"
+    )
+    marks = [(outcome.setting.saved - 1, "saved"), (killed - 1, "killed")]
+    for line in curve(losses, outcome.plain.entropy, marks):
+        console.print(line, soft_wrap=True)
+
+
+def _until_killed(ranks: RankPool, setting: Setting, run: Run) -> None:
+    """Train, and from another thread kill every rank once enough steps are made."""
+    over = threading.Event()
+    killer = threading.Thread(target=_kill, args=(run, setting.killed, over), daemon=True)
+    killer.start()
     try:
-        with notes.status(f"starting {world} processes, each of which loads torch") as status:
-            if not notes.is_terminal:  # a spinner shows nothing in a log
-                notes.print(f"starting {world} processes; this takes a moment")
-            with RankPool(world) as ranks:
-                for number, problem in enumerate(problems, start=1):
-                    status.update(f"problem {number} of {len(problems)}: {problem.src} -> {problem.dst}")
-                    results.append((problem, *compare(problem, ranks.run(measure, *_plain(problem)))))
+        ranks.run(train, setting, run)
+    except RankFailure as failure:
+        if all(KILLED in text for text in failure.failures.values()) and run.metrics.exists():
+            return
+        raise
+    finally:
+        over.set()
+        killer.join()
+    raise ScrimpError("the demo stopped: the ranks were to be killed, but they ended")
+
+
+def _kill(run: Run, steps: int, over: threading.Event) -> None:
+    while not over.wait(POLL_SECONDS):
+        if run.metrics.exists() and len(read_metrics(run.metrics)) >= steps:
+            for rank in range(WORLD):
+                os.kill(int(run.pid(rank).read_text()), signal.SIGKILL)
+            return
+
+
+def _figures(run: Run, world: int, rows: Sequence[Mapping[str, Any]]) -> Figures:
+    """Rank 0's, with the highest peaks and host bytes of any rank; the ledger's own also after the step that was measured."""
+    every = [json.loads(run.figures(rank).read_text()) for rank in range(world)]
+    most = {key: max(one[key] for one in every) for key in ("peak_nbytes", "host_nbytes")}
+    later = [row["device_peak_nbytes"] for row in rows if row["step"] >= run.measured]
+    return Figures(**{**every[0], **most, "peak_nbytes": max([most["peak_nbytes"], *later])})
+
+
+def _losses(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@contextmanager
+def _ranks(world: int) -> Iterator[RankPool]:
+    try:
+        with RankPool(world, timeout_seconds=TIMEOUT_SECONDS) as ranks:
+            yield ranks
     except (RankFailure, RankTimeout) as error:
         raise ScrimpError(f"the demo stopped: {error}") from error
-    size = nbytes_text(max(prod(problem.shape) for problem in problems) * _program(problems[0]).itemsize)
-    console.print(f"Arrays of {size} change their layout on {world} processes of this machine.", style="bold")
-    console.print(results_table(results, console.width))
-    console.print(closing(results, sorted({(p.id[0], str(p.mesh)) for p in problems})), soft_wrap=True)
-    if not all(ours.right for _, ours, _ in results):
-        raise ScrimpError("a rank of scrimp's holds wrong values: please report this with the table above")
+    except OSError as error:
+        raise ScrimpError(f"the demo stopped: {world} processes could not be started or reached ({error})") from error
 
 
-def compare(problem: Problem, measured: Sequence[tuple[bool, list[float], bool, list[float]]]) -> tuple[Side, Side]:
-    """scrimp's side and DTensor's, from the plans and from what each rank measured."""
-    from scrimp.ext.dtensor_plans import dtensor_plan
-
-    program = _program(problem)
-    plan = dtensor_plan(problem.shape, problem.mesh, problem.src, problem.dst, min_cost=False, path="gloo")
-    sides = []
-    for at, nbytes, peak in (
-        (0, program.received_nbytes, program.peak_numel),
-        (2, plan.received_numel * program.itemsize, plan.peak_numel),
-    ):
-        slowest = [max(times) for times in zip(*(rank[at + 1] for rank in measured), strict=True)]
-        sides.append(
-            Side(
-                received_nbytes=nbytes,
-                peak_over_cap=peak / program.cap_numel,
-                seconds=min(slowest),
-                right=all(rank[at] for rank in measured),
-            )
-        )
-    return sides[0], sides[1]
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """The profiler of the ranks announces itself on stderr, unless the environment that they are born into says no."""
+    name = "KINETO_LOG_LEVEL"
+    ours = name not in os.environ
+    os.environ.setdefault(name, "99")
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ[name]
 
 
-def results_table(results: Sequence[tuple[Problem, Side, Side]], width: int) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, int(width >= ROOMY), 0, 0), pad_edge=False)
-    for header in ("", "from -> to"):
-        table.add_column(header, no_wrap=True)
-    for above, *below in (
-        ("MiB in", "scrimp", "torch", "less"),
-        ("peak", "scrimp", "torch"),
-        ("ms", "scrimp", "torch", "faster"),
-    ):
-        for name in below:
-            table.add_column(f"{above if name == 'scrimp' else ''}\n{name}", justify="right", no_wrap=True)
-    table.add_column("\nok", no_wrap=True)
-    for problem, ours, theirs in results:
-        table.add_row(
-            problem.id,
-            f"{problem.src} -> {problem.dst}",
-            *(f"{side.received_nbytes / 2**20:.2f}" for side in (ours, theirs)),
-            f"{theirs.received_nbytes / ours.received_nbytes:.1f}x",
-            *(f"{side.peak_over_cap:.1f}" for side in (ours, theirs)),
-            *(f"{side.seconds * 1e3:.{int(side.seconds < 0.1)}f}" for side in (ours, theirs)),
-            f"{theirs.seconds / ours.seconds:.1f}x",
-            "✓" if ours.right and theirs.right else "✗",
-        )
-    return table
-
-
-def closing(results: Sequence[tuple[Problem, Side, Side]], meshes: Sequence[tuple[str, str]]) -> str:
-    def geomean(ratio: Callable[[Side, Side], float]) -> float:
-        return prod(ratio(ours, theirs) for _, ours, theirs in results) ** (1 / len(results))
-
-    fewer = geomean(lambda ours, theirs: theirs.received_nbytes / ours.received_nbytes)
-    faster = geomean(lambda ours, theirs: theirs.seconds / ours.seconds)
-    over = [sum(side[at].peak_over_cap > 1 for side in results) for at in (1, 2)]  # type: ignore[union-attr]
-    wrong = [
-        f"{problem.id} of {name}"
-        for problem, *sides in results
-        for name, side in zip(NAMES, sides, strict=True)
-        if not side.right
-    ]
-    return "\n".join(
-        [
-            f"Geometric means: scrimp receives {fewer:.1f}x less than torch and is {faster:.1f}x faster.",
-            f"Of {len(results)} moves, {over[0]} of scrimp's and {over[1]} of torch's hold more than the larger tile.",
-            *([f"Wrong values: {', '.join(wrong)}."] if wrong else []),
-            "",
-            "torch   DTensor.redistribute with its default planner, as it runs on gloo",
-            "MiB in  received by the busiest process",
-            "peak    the largest local array at any step, over the larger of source and target tile",
-            "ms      best of three, on the slowest process",
-            "ok      on every process the values equal its slice of the whole array",
-            "meshes  " + "; ".join(f"{name} is {mesh}" for name, mesh in meshes),
-            "",
-            "Next:",
-            '  scrimp move --mesh x=2,y=4 --shape 8192,8192 "[x,y]" "[y,x]"',
-            "  make test          (in a checkout)",
-            "  make bench-move    (in a checkout: every problem and planner)",
-        ]
-    )
-
-
-def _plain(problem: Problem) -> tuple[Any, ...]:
-    return problem.mesh.axes, problem.shape, problem.src, problem.dst
-
-
-def _program(problem: Problem) -> Program:
-    return synthesize(problem.shape, problem.mesh, problem.src, problem.dst)
-
-
-# What follows runs on every rank.
-
-
-def measure(
-    axes: tuple[tuple[str, int], ...], shape: tuple[int, ...], src: str, dst: str
-) -> tuple[bool, list[float], bool, list[float]]:
-    """Whether scrimp's values are right and its seconds, then the same for DTensor."""
-    import logging
-
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it says on every rank that gloo is slow
-    mesh, rank = Mesh(axes), dist.get_rank()
-    source, target = Layout.parse(src), Layout.parse(dst)
-    full = torch.arange(prod(shape), dtype=torch.float32).view(shape)
-
-    def tile(layout: Layout) -> torch.Tensor:
-        box = layout.tile(shape, mesh, rank)
-        return full[tuple(slice(start, stop) for start, stop in box)].contiguous()
-
-    def places(layout: Layout) -> list[Any]:
-        dim_of = {axis: dim for dim, names in enumerate(layout.dims) for axis in names}
-        return [Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in mesh.names]
-
-    local, want = tile(source), tile(target)
-    program = synthesize(shape, mesh, source, target)
-    array = DTensor.from_local(local, _device_mesh(axes), places(source), run_check=False)
-    ours = _best(lambda: program.run(local), want)
-    theirs = _best(lambda: array.redistribute(placements=places(target)).to_local(), want)
-    return (*ours, *theirs)
-
-
-def _best(move: Callable[[], torch.Tensor], want: torch.Tensor) -> tuple[bool, list[float]]:
-    """Whether the first run, which also warms up, gives what is wanted; then the seconds of the others."""
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    right = torch.equal(move(), want)
-    seconds = []
-    for _ in range(REPEATS):
-        dist.barrier()
-        start = time.perf_counter()
-        move()
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return right, seconds
-
-
-_device_meshes: dict[object, Any] = {}
-
-
-def _device_mesh(axes: tuple[tuple[str, int], ...]) -> Any:
-    """One for each mesh and process: making it makes process groups."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if axes not in _device_meshes:
-        sizes, names = tuple(size for _, size in axes), tuple(name for name, _ in axes)
-        _device_meshes[axes] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    return _device_meshes[axes]
+@contextmanager
+def _cursor(console: Console) -> Iterator[None]:
+    """A rank that is killed while its progress line is live leaves the terminal without a cursor."""
+    try:
+        yield
+    finally:
+        console.show_cursor(True)

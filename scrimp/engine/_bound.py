@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from scrimp.chunks._home import DEVICE
 from scrimp.chunks._residency import least_fetched_nbytes
+from scrimp.chunks._store import Store
 from scrimp.engine._planning import Planning
 from scrimp.errors import RunError
 from scrimp.ledger import format_nbytes
@@ -52,9 +53,11 @@ def bound(planning: Planning, moved: Sequence[int], forward: dict[int, float], s
         raise RunError("no bound yet: the first steps trace the model; ask again after a step or two more")
     store, rates = planning.store, planning.rates
     homes = [home.place == DEVICE for home in store.homes]
-    nbytes = [0 if store.anchored(k) else store.nbytes(k) for k in range(len(homes))]
+    # A layer at home on the device crosses nothing, though with several ranks it comes and goes there: left out altogether,
+    # it takes no room either, and the least of the others is a bound still.
+    nbytes = [0 if at_home else store.nbytes(k) for k, at_home in enumerate(homes)]
     up = least_fetched_nbytes(plan.choice.moments, nbytes) // store.wire.world
-    down = sum(cost.down_nbytes for k, cost in enumerate(plan.costs) if not homes[k])
+    down = sum(_gradients_nbytes(store, k) for k in range(len(homes)) if not homes[k])
     host = sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if not homes[k])
     device = sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if homes[k])
     again = sum(forward.get(k, 0.0) for k in plan.again)
@@ -71,3 +74,10 @@ def bound(planning: Planning, moved: Sequence[int], forward: dict[int, float], s
         },
         seconds=seconds,
     )
+
+
+def _gradients_nbytes(store: Store, layer: int) -> int:
+    """What goes home from this rank: without the padding between parameters, which the arenas hold but nobody sends."""
+    slots = [slot for slot in store.table.layers[layer].slots if slot.trainable]
+    numel: int = sum(span.stop - span.start for slot in slots for _, span in store.shards.pieces(layer, slot))
+    return numel * store.dtype_of(layer).itemsize

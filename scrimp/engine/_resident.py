@@ -213,7 +213,9 @@ class Residents:
             self._let_go(())
             self._drop_others(needs)
         self._bring(bring, layer)
-        if self._schedule is not None:
+        # Not among several ranks: a gather is over when it returns, so an early one saves no time, and what it packs was
+        # not traced with this moment; making room for that would take the very layer that is coming.
+        if self._schedule is not None and self.store.wire.world == 1:
             for other in self._schedule.ahead[at]:
                 self._fetch(other)
 
