@@ -42,7 +42,9 @@ class Tiny(nn.Module):
 
 def engine_of(lr: Rate = 0.1) -> Engine:
     torch.manual_seed(0)
-    return Engine(Tiny(), optimizer=SGD(lr=lr), memory=Memory(device="1MiB"), device="cpu", precision="fp32")
+    engine = Engine(Tiny(), optimizer=SGD(lr=lr), memory=Memory(device="1MiB"), device="cpu", precision="fp32")
+    engine.planning._homes = frozenset()  # none on the device, so that there is traffic to see
+    return engine
 
 
 def train(engine: Engine, progress: Progress, steps: int, factor: float = 1.0) -> None:

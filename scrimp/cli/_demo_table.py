@@ -44,7 +44,6 @@ def closing(seconds: float) -> str:
             "least      engine.bound(), for the homes and the recomputation that were chosen",
             "estimated  from the forward as the first step timed it, with all copies overlapped",
             "plain      takes a rank's share of the batch",
-            "resumed    takes the whole batch in two parts: gradients go down twice, which the bound counts once",
             "",
             f"The tour took {seconds:.0f} s.",
             "",

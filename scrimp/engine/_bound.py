@@ -80,4 +80,4 @@ def _gradients_nbytes(store: Store, layer: int) -> int:
     """What goes home from this rank: without the padding between parameters, which the arenas hold but nobody sends."""
     slots = [slot for slot in store.table.layers[layer].slots if slot.trainable]
     numel: int = sum(span.stop - span.start for slot in slots for _, span in store.shards.pieces(layer, slot))
-    return numel * store.dtype_of(layer).itemsize
+    return numel * store.dtype_of(layer).itemsize * store.accumulate  # every part's

@@ -168,7 +168,7 @@ class Planning:
                 LayerCost(
                     nbytes=self.store.nbytes(k),
                     home_nbytes=self.store.device_home_nbytes(k),
-                    down_nbytes=trained * self.store.dtype_of(k).itemsize,
+                    down_nbytes=trained * self.store.dtype_of(k).itemsize * self.store.accumulate,
                     update_nbytes=trained * UPDATE_NBYTES,
                     kept_nbytes=max(0, int(found[k, 0])),
                     again_seconds=float(found[k, 1]),
