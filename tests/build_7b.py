@@ -30,7 +30,7 @@ def main(cap: str = "24GiB") -> int:
     count = sum(p.numel() for p in model.parameters())
     start = time.perf_counter()
     engine = scrimp.Engine(
-        model, optimizer=scrimp.AdamW(lr=2e-6), memory=scrimp.Memory(device=cap, host="118GiB"), recompute="all"
+        model, optimizer=scrimp.AdamW(lr=1e-7), memory=scrimp.Memory(device=cap, host="118GiB"), recompute="all"
     )
     torch.cuda.synchronize()
     built = time.perf_counter() - start

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from scrimp import zoo
+from scrimp import chunked_cross_entropy, zoo
 from scrimp.chunks._optim import AdamW
 from scrimp.engine import Engine, Memory
 from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
@@ -168,6 +169,23 @@ def test_caps_from_little_to_everything(precision: str) -> None:
         assert worst <= (2e-5 if precision == "fp32" else 4e-3)
         traffic.append(up)
     assert traffic[0] > traffic[-1]
+
+
+@pytest.mark.usefixtures("_same_kernels_every_time")
+@pytest.mark.parametrize("cap", ["6GiB", "40GiB"])
+def test_layers_larger_than_tiles_and_chunks(cap: str, tmp_path: Path) -> None:
+    """Blocks of 200M parameters, a head of 200M: larger than everything that work is cut into."""
+    shape = {"dim": 4096, "heads": 32, "layers": 3, "vocab": 50304, "seq": 256}
+    torch.manual_seed(0)
+    model = zoo.build("gpt-tiny", head_loss=partial(chunked_cross_entropy, chunk=512), **shape)
+    batches = [zoo.example_batch("gpt-tiny", batch=4, step=k, **shape) for k in range(4)]
+    want, losses = train_16(torch.bfloat16, model, batches, fused, device="cuda", updated_on="cuda" if cap == "40GiB" else "cpu")
+    want = {key: value.cpu() for key, value in want.items()}
+    again = tmp_path / "start" if cap == "40GiB" else None
+    state, _, places, _ = trained(model, batches, cap, recompute="none", homes=cap == "40GiB", again_from=again)
+    assert places == {"device" if cap == "40GiB" else "host"}
+    print(losses, differing(state, want))
+    assert worst_ulp(state, want) <= 1
 
 
 def test_two_ranks_over_nccl() -> None:

@@ -49,6 +49,7 @@ class Planning:
         self.room_nbytes = room_nbytes  # of the device, for weights and all that the meter counts
         self.stage_nbytes = 0  # what an update on the device needs besides
         self.current: Planned | None = None
+        self._updates, self._best_update = 0, 0.0
         self._plans: dict[object, Planned] = {}
         self._homes: frozenset[int] | None = None  # None: not chosen yet
 
@@ -96,9 +97,12 @@ class Planning:
         return bool(layers)
 
     def saw_update(self, nbytes: int, seconds: float) -> None:
-        """The host updated so many bytes; the first time it also had to touch them first."""
-        if nbytes and nbytes / seconds > self.rates.host:
-            self.rates = replace(self.rates, host=nbytes / seconds)
+        """The host updated so many bytes: the best of its updates is better than any guess. But not the first, which has
+        to touch its memory for the first time."""
+        if nbytes and self._updates:
+            self._best_update = max(self._best_update, nbytes / seconds)
+            self.rates = replace(self.rates, host=self._best_update)
+        self._updates += 1
 
     def digest(
         self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]
