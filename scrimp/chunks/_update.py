@@ -68,7 +68,7 @@ def _whole(
     scale: torch.Tensor | None,
 ) -> None:
     factor = None if scale is None else float(scale)
-    lr, threads = rate(optimizer, step), torch.get_num_threads()
+    lr, threads = float(rate(optimizer, step)), torch.get_num_threads()
     if isinstance(optimizer, AdamW):
         m, v = piece.states
         kernel.adamw(
