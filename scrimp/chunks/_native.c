@@ -18,6 +18,7 @@
 enum kind { NONE, FP32, BF16, FP16 };
 enum level { PLAIN, AVX2, AVX512 };
 
+#define AHEAD 4096 /* bytes: the machine's own prefetching stops at the end of a page */
 #define BLOCK 65536 /* what a thread takes at a time; a multiple of the lanes, so that the end stays where it is */
 
 struct update {
@@ -121,6 +122,8 @@ FMA_TARGET static void adamw_last(const struct update *u, int64_t i, int64_t sto
 FMA_TARGET static void sgd_last(const struct update *u, int64_t i, int64_t stop) { sgd_single(u, i, stop, 1); }
 
 /* Eight or sixteen at a time: the end of this file, twice. */
+
+INLINE void soon(const float *from) { _mm_prefetch((const char *)((uintptr_t)from + AHEAD), _MM_HINT_T0); }
 
 #define ROUND (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 
@@ -328,6 +331,9 @@ TARGET static void NAME(adamw)(const struct update *given, int64_t i, int64_t st
     for (; i + LANES <= stop; i += LANES) {
         F g = NAME(gradients)(u, i), m = OP(loadu)(u->first + i), v = OP(loadu)(u->second + i);
         F p = OP(mul)(OP(loadu)(u->master + i), decay);
+        soon(u->first + i);
+        soon(u->second + i);
+        soon(u->master + i);
         m = OP(fmadd)(toward, OP(sub)(g, m), PICK(small, m, g));
         v = OP(fmadd)(g, OP(mul)(square, g), OP(mul)(v, beta2));
         p = OP(add)(p, OP(div)(OP(mul)(step, m), OP(add)(OP(div)(OP(sqrt)(v), root), eps)));
@@ -345,6 +351,8 @@ TARGET static void NAME(sgd)(const struct update *given, int64_t i, int64_t stop
     F lr = OP(set1)(-u->lr);
     for (; i + LANES <= stop; i += LANES) {
         F g = NAME(gradients)(u, i), p = OP(loadu)(u->master + i);
+        soon(u->master + i);
+        if (u->momentous) soon(u->first + i);
         if (u->decayed) g = OP(fmadd)(p, decay, g);
         if (u->momentous) {
             F m = u->starts ? g : OP(fmadd)(undamped, g, OP(mul)(OP(loadu)(u->first + i), momentum));
