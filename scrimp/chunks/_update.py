@@ -1,7 +1,8 @@
-"""One parameter's update, on flat views, in tiles.
+"""One parameter's update, on flat views.
 
-torch's fused kernels are used tile by tile. Tiles end on multiples of their size counted from the parameter's own start,
-so that vector lanes and tails, and with them every bit, are those of one call on the whole tensor.
+On the host a kernel of our own does it in one pass over memory, with the bits of torch's (`_native.py`). Without it, and on
+a device, torch's fused kernels are used tile by tile. Tiles end on multiples of their size counted from the parameter's own
+start, so that vector lanes and tails, and with them every bit, are those of one call on the whole tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from scrimp.chunks._home import Piece
+from scrimp.chunks._native import Native, native, takes
 from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
 
 TILE = 1 << 18  # stays in a core's cache on the host
@@ -32,6 +34,7 @@ class Updater:
     def __init__(self, device: torch.device, largest_numel: int) -> None:
         self.tile = CUDA_TILE if device.type == "cuda" else TILE
         self.stage = torch.empty(stage_numel(device, largest_numel), dtype=torch.float32, device=device)
+        self.native = native() if device.type == "cpu" else None
 
     def apply(
         self, optimizer: Optimizer, step: int, count: int, piece: Piece, scale: torch.Tensor | None, *, own_master: bool
@@ -39,6 +42,10 @@ class Updater:
         """Update a piece's master and states from its gradient times `scale`, and write its weight anew from the master.
 
         `step` is the engine's, for the rate; `count` says how often this parameter was updated, this time included."""
+        weight = None if own_master else piece.weight
+        if self.native is not None and takes(piece.master, piece.states, piece.gradient, weight):
+            _whole(self.native, optimizer, step, count, piece, weight, scale)
+            return
         for start in range(0, piece.master.numel(), self.tile):
             span = slice(start, start + self.tile)
             target, fresh = piece.master[span], piece.gradient[span]
@@ -47,8 +54,33 @@ class Updater:
             if scale is not None:
                 fresh.mul_(scale)
             _tile(optimizer, step, count, target, fresh, [state[span] for state in piece.states])
-            if not own_master:
-                piece.weight[span].copy_(target)
+            if weight is not None:
+                weight[span].copy_(target)
+
+
+def _whole(
+    kernel: Native,
+    optimizer: Optimizer,
+    step: int,
+    count: int,
+    piece: Piece,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+) -> None:
+    factor = None if scale is None else float(scale)
+    lr, threads = float(rate(optimizer, step)), torch.get_num_threads()
+    if isinstance(optimizer, AdamW):
+        m, v = piece.states
+        kernel.adamw(
+            piece.master, m, v, piece.gradient, weight, factor, lr=lr, beta1=optimizer.betas[0], beta2=optimizer.betas[1],
+            eps=optimizer.eps, weight_decay=optimizer.weight_decay, count=count, threads=threads,
+        )  # fmt: skip
+    elif isinstance(optimizer, SGD):
+        kernel.sgd(
+            piece.master, piece.states[0] if piece.states else None, piece.gradient, weight, factor,
+            lr=lr, momentum=optimizer.momentum, dampening=optimizer.dampening, weight_decay=optimizer.weight_decay,
+            nesterov=optimizer.nesterov, count=count, threads=threads,
+        )  # fmt: skip
 
 
 def _tile(
@@ -64,7 +96,7 @@ def _tile(
         )  # fmt: skip
     elif isinstance(optimizer, SGD):
         torch._fused_sgd_(
-            [master], [gradient], [states[0]] if states else [],
+            [master], [gradient], states[:1] if optimizer.momentum else [],  # a group may have none
             weight_decay=optimizer.weight_decay, momentum=optimizer.momentum, lr=lr, dampening=optimizer.dampening,
             nesterov=optimizer.nesterov, maximize=False, is_first_step=count == 1, grad_scale=None, found_inf=None,
         )  # fmt: skip

@@ -141,6 +141,15 @@ def torch_build() -> Finding:
     return f"{torch.__version__}, built for {build}", {"version": torch.__version__, "cuda": cuda, "hip": hip}
 
 
+def kernel() -> Finding:
+    from scrimp.chunks._native import native, why_not
+
+    found = native()
+    if found is None:
+        return f"none, torch's kernels are used instead: {why_not()}", {"reason": why_not()}
+    return found.describe(), {"instructions": found.instructions, "compiler": found.compiler}
+
+
 def gpus() -> Finding:
     import torch
 
@@ -217,6 +226,7 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "memory": memory,
     "disk": disk,
     "torch": torch_build,
+    "native kernel": kernel,
     "gpu": gpus,
     "distributed": backends,
     "packages": packages,

@@ -1,0 +1,369 @@
+/* The host's optimizer update in one pass over memory: gradient in (fp32, bf16 or fp16), fp32 master and states updated in
+ * place, 16-bit weight out or none.
+ *
+ * Every bit is that of torch's fused CPU kernels. Those have an AVX2 form, which AVX-512 machines use too, and a form
+ * without fused multiply-adds. The first rounds its last numel % 8 elements in another order than the rest: `last` here.
+ * Where a multiply and an add are rounded once is written out below; the compiler must not choose (-ffp-contract=off).
+ */
+#ifndef LANES
+
+#include <immintrin.h>
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+enum kind { NONE, FP32, BF16, FP16 };
+enum level { PLAIN, AVX2, AVX512 };
+
+#define AHEAD 4096 /* bytes: the machine's own prefetching stops at the end of a page */
+#define BLOCK 65536 /* what a thread takes at a time; a multiple of the lanes, so that the end stays where it is */
+
+struct update {
+    void (*span)(const struct update *, int64_t, int64_t);
+    int64_t numel;
+    float *master, *first, *second;
+    const void *gradient;
+    void *weight;
+    int gradient_kind, weight_kind;
+    float scale;
+    float decay, lerp, beta2, square, root, eps, step; /* AdamW */
+    float weight_decay, momentum, undamped, lr; /* SGD */
+    int decayed, momentous, starts, nesterov;
+};
+
+/* One element at a time. */
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float from_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+INLINE uint32_t to_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+
+INLINE float from_fp16(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13 | (rest > 0x7c00 ? 0x400000 : 0));
+    if (rest >= 0x0400) return from_bits(sign | ((rest << 13) + 0x38000000));
+    float small = (float)(int32_t)rest * 0x1p-24f;
+    return sign ? -small : small;
+}
+
+INLINE uint16_t to_fp16(float x) {
+    uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    if (rest > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (rest >> 13 & 0x3ff));
+    if (rest >= 0x47800000) return (uint16_t)(sign | 0x7c00);
+    if (rest < 0x38800000) /* the sum's last bit is worth 2^-24, as a subnormal's is */
+        return (uint16_t)(sign | (to_bits(from_bits(rest) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
+}
+
+INLINE uint16_t to_bf16(float x, int fused) {
+    uint32_t bits = to_bits(x);
+    if (x != x) return fused ? 0xffff : 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE float gradient_at(const struct update *u, int64_t i) {
+    float g = u->gradient_kind == FP32 ? ((const float *)u->gradient)[i]
+            : u->gradient_kind == BF16 ? from_bits((uint32_t)((const uint16_t *)u->gradient)[i] << 16)
+                                       : from_fp16(((const uint16_t *)u->gradient)[i]);
+    return g * u->scale;
+}
+
+INLINE void weight_at(const struct update *u, int64_t i, float x, int fused) {
+    if (u->weight_kind == BF16) ((uint16_t *)u->weight)[i] = to_bf16(x, fused);
+    if (u->weight_kind == FP16) ((uint16_t *)u->weight)[i] = to_fp16(x);
+}
+
+INLINE float times_plus(float a, float b, float c, int fused) { return fused ? __builtin_fmaf(a, b, c) : a * b + c; }
+
+INLINE void adamw_single(const struct update *u, int64_t i, int64_t stop, float back, int fused) {
+    int small = fabsf(u->lerp) < 0.5f;
+    for (; i < stop; i++) {
+        float g = gradient_at(u, i), away = g - u->first[i];
+        float m = small ? times_plus(u->lerp, away, u->first[i], fused) : times_plus(away, back, g, fused);
+        float v = times_plus(u->second[i], u->beta2, u->square * g * g, fused);
+        float p = u->master[i] * u->decay - u->step * m / (__builtin_sqrtf(v) / u->root + u->eps);
+        u->first[i] = m;
+        u->second[i] = v;
+        u->master[i] = p;
+        weight_at(u, i, p, fused);
+    }
+}
+
+INLINE void sgd_single(const struct update *u, int64_t i, int64_t stop, int fused) {
+    for (; i < stop; i++) {
+        float g = gradient_at(u, i), p = u->master[i];
+        if (u->decayed) g = times_plus(p, u->weight_decay, g, fused);
+        if (u->momentous) {
+            float m = u->starts ? g : times_plus(u->first[i], u->momentum, g * u->undamped, fused);
+            u->first[i] = m;
+            g = u->nesterov ? times_plus(m, u->momentum, g, fused) : m;
+        }
+        p = times_plus(-g, u->lr, p, fused);
+        u->master[i] = p;
+        weight_at(u, i, p, fused);
+    }
+}
+
+static void adamw_plain(const struct update *u, int64_t i, int64_t stop) {
+    int64_t border = u->numel - u->numel % 8; /* before it 1 - 1 is 0 to torch, and -0 after it */
+    if (border > stop) border = stop;
+    adamw_single(u, i, border, u->lerp - 1.0f, 0);
+    adamw_single(u, border, stop, -(1.0f - u->lerp), 0);
+}
+static void sgd_plain(const struct update *u, int64_t i, int64_t stop) { sgd_single(u, i, stop, 0); }
+
+#define FMA_TARGET __attribute__((target("avx2,fma,f16c")))
+FMA_TARGET static void adamw_last(const struct update *u, int64_t i, int64_t stop) {
+    adamw_single(u, i, stop, -(1.0f - u->lerp), 1);
+}
+FMA_TARGET static void sgd_last(const struct update *u, int64_t i, int64_t stop) { sgd_single(u, i, stop, 1); }
+
+/* Eight or sixteen at a time: the end of this file, twice. */
+
+INLINE void soon(const float *from) { _mm_prefetch((const char *)((uintptr_t)from + AHEAD), _MM_HINT_T0); }
+
+#define ROUND (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+
+#define LANES 8
+#define TARGET FMA_TARGET
+#define NAME(name) name##_avx2
+#define REST(name) name##_last
+#define F __m256
+#define OP(name) _mm256_##name##_ps
+#define PICK(yes, a, b) _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_set1_epi32(-(yes))))
+
+TARGET INLINE F load_bf16_avx2(const uint16_t *from) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+TARGET INLINE F load_fp16_avx2(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
+TARGET INLINE void store_bf16_avx2(uint16_t *to, F x) {
+    __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    __m256i high = _mm256_srli_epi32(_mm256_or_si256(sum, nan), 16);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
+}
+TARGET INLINE void store_fp16_avx2(uint16_t *to, F x) { _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(x, ROUND)); }
+
+#include "_native.c"
+
+#undef LANES
+#undef TARGET
+#undef NAME
+#undef REST
+#undef F
+#undef OP
+#undef PICK
+
+#define LANES 16
+#define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
+#define NAME(name) name##_avx512
+#define REST(name) name##_avx2
+#define F __m512
+#define OP(name) _mm512_##name##_ps
+#define PICK(yes, a, b) _mm512_mask_blend_ps((yes) ? 0xffff : 0, b, a)
+
+TARGET INLINE F load_bf16_avx512(const uint16_t *from) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+TARGET INLINE F load_fp16_avx512(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
+TARGET INLINE void store_bf16_avx512(uint16_t *to, F x) {
+    __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    __m512i high = _mm512_srli_epi32(sum, 16);
+    high = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), high, _mm512_set1_epi32(0xffff));
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(high));
+}
+TARGET INLINE void store_fp16_avx512(uint16_t *to, F x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(x, ROUND)); }
+
+#include "_native.c"
+
+/* Threads: workers that sleep until there is something to do, and take blocks of it until none is left. */
+
+static struct {
+    pthread_mutex_t call, lock; /* one update at a time; what follows */
+    pthread_cond_t wake, done;
+    int workers, wanted, busy;
+    uint64_t round;
+    const struct update *job;
+    atomic_llong next;
+} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER,
+          0, 0, 0, 0, 0, 0};
+
+static void work(const struct update *u) {
+    for (;;) {
+        int64_t start = BLOCK * (int64_t)atomic_fetch_add(&pool.next, 1);
+        if (start >= u->numel) return;
+        u->span(u, start, start + BLOCK < u->numel ? start + BLOCK : u->numel);
+    }
+}
+
+static void *worker(void *number) {
+    uint64_t seen = 0;
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (pool.round == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+        seen = pool.round;
+        if ((intptr_t)number >= pool.wanted) continue;
+        const struct update *job = pool.job;
+        pthread_mutex_unlock(&pool.lock);
+        work(job);
+        pthread_mutex_lock(&pool.lock);
+        if (--pool.busy == 0) pthread_cond_signal(&pool.done);
+    }
+    return 0;
+}
+
+static void hire(int wanted) {
+    if (pool.workers >= wanted) return;
+    sigset_t all, before; /* signals are for the program's own threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.workers < wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, worker, (void *)(intptr_t)pool.workers)) break;
+        pthread_detach(thread);
+        pool.workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+}
+
+static void run(const struct update *u, int threads) {
+    int64_t blocks = (u->numel + BLOCK - 1) / BLOCK;
+    if (threads > blocks) threads = (int)blocks;
+    if (threads <= 1) {
+        u->span(u, 0, u->numel);
+        return;
+    }
+    pthread_mutex_lock(&pool.call);
+    pthread_mutex_lock(&pool.lock);
+    hire(threads - 1);
+    pool.wanted = pool.busy = pool.workers < threads - 1 ? pool.workers : threads - 1;
+    pool.job = u;
+    atomic_store(&pool.next, 0);
+    pool.round++;
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    work(u);
+    pthread_mutex_lock(&pool.lock);
+    while (pool.busy) pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&pool.call);
+}
+
+static void forked(void) { /* a child has no workers, and nobody who would open the locks */
+    pthread_mutex_init(&pool.call, 0);
+    pthread_mutex_init(&pool.lock, 0);
+    pthread_cond_init(&pool.wake, 0);
+    pthread_cond_init(&pool.done, 0);
+    pool.workers = 0;
+    pool.round = 0;
+}
+
+__attribute__((constructor)) static void loaded(void) { pthread_atfork(0, 0, forked); }
+
+/* What Python calls. */
+
+int scrimp_level(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PLAIN;
+    return __builtin_cpu_supports("avx512f") ? AVX512 : AVX2;
+}
+
+FMA_TARGET static double decay_fused(double lr, double weight_decay) { return __builtin_fma(-lr, weight_decay, 1.0); }
+
+void scrimp_adamw(float *master, float *first, float *second, const void *gradient, int gradient_kind, void *weight,
+                  int weight_kind, int64_t numel, double scale, double lr, double beta1, double beta2, double eps,
+                  double weight_decay, double count, int level, int threads) {
+    double times = (float)count; /* torch keeps it in fp32 */
+    double decay = level == PLAIN ? 1.0 - lr * weight_decay : decay_fused(lr, weight_decay);
+    struct update u = {
+        .span = level == AVX512 ? adamw_avx512 : level == AVX2 ? adamw_avx2 : adamw_plain,
+        .numel = numel, .master = master, .first = first, .second = second, .gradient = gradient, .weight = weight,
+        .gradient_kind = gradient_kind, .weight_kind = weight_kind, .scale = (float)scale,
+        .decay = weight_decay != 0.0 ? (float)decay : 1.0f, .lerp = (float)(1.0 - beta1), .beta2 = (float)beta2,
+        .square = (float)(1.0 - beta2), .root = (float)sqrt(1.0 - pow(beta2, times)), .eps = (float)eps,
+        .step = (float)(lr / (1.0 - pow(beta1, times))),
+    };
+    run(&u, threads);
+}
+
+void scrimp_sgd(float *master, float *first, const void *gradient, int gradient_kind, void *weight, int weight_kind,
+                int64_t numel, double scale, double lr, double momentum, double dampening, double weight_decay,
+                int nesterov, int starts, int level, int threads) {
+    struct update u = {
+        .span = level == AVX512 ? sgd_avx512 : level == AVX2 ? sgd_avx2 : sgd_plain,
+        .numel = numel, .master = master, .first = first, .gradient = gradient, .weight = weight,
+        .gradient_kind = gradient_kind, .weight_kind = weight_kind, .scale = (float)scale,
+        .decayed = weight_decay != 0.0, .momentous = momentum != 0.0, .starts = starts, .nesterov = nesterov,
+        .weight_decay = (float)weight_decay, .momentum = (float)momentum, .undamped = (float)(1.0 - dampening),
+        .lr = (float)lr,
+    };
+    run(&u, threads);
+}
+
+#else /* LANES: the vector forms */
+
+TARGET INLINE F NAME(gradients)(const struct update *u, int64_t i) {
+    F g;
+    if (u->gradient_kind == FP32) g = OP(loadu)((const float *)u->gradient + i);
+    else if (u->gradient_kind == BF16) g = NAME(load_bf16)((const uint16_t *)u->gradient + i);
+    else g = NAME(load_fp16)((const uint16_t *)u->gradient + i);
+    return OP(mul)(g, OP(set1)(u->scale));
+}
+
+TARGET INLINE void NAME(weights)(const struct update *u, int64_t i, F x) {
+    if (u->weight_kind == BF16) NAME(store_bf16)((uint16_t *)u->weight + i, x);
+    if (u->weight_kind == FP16) NAME(store_fp16)((uint16_t *)u->weight + i, x);
+}
+
+TARGET static void NAME(adamw)(const struct update *given, int64_t i, int64_t stop) {
+    const struct update copy = *given, *u = &copy; /* its own, so that stores cannot change it */
+    int small = fabsf(u->lerp) < 0.5f;
+    F toward = OP(set1)(small ? u->lerp : u->lerp - 1.0f), decay = OP(set1)(u->decay), beta2 = OP(set1)(u->beta2);
+    F square = OP(set1)(u->square), root = OP(set1)(u->root), eps = OP(set1)(u->eps), step = OP(set1)(-u->step);
+    for (; i + LANES <= stop; i += LANES) {
+        F g = NAME(gradients)(u, i), m = OP(loadu)(u->first + i), v = OP(loadu)(u->second + i);
+        F p = OP(mul)(OP(loadu)(u->master + i), decay);
+        soon(u->first + i);
+        soon(u->second + i);
+        soon(u->master + i);
+        m = OP(fmadd)(toward, OP(sub)(g, m), PICK(small, m, g));
+        v = OP(fmadd)(g, OP(mul)(square, g), OP(mul)(v, beta2));
+        p = OP(add)(p, OP(div)(OP(mul)(step, m), OP(add)(OP(div)(OP(sqrt)(v), root), eps)));
+        OP(storeu)(u->first + i, m);
+        OP(storeu)(u->second + i, v);
+        OP(storeu)(u->master + i, p);
+        NAME(weights)(u, i, p);
+    }
+    if (i < stop) REST(adamw)(u, i, stop);
+}
+
+TARGET static void NAME(sgd)(const struct update *given, int64_t i, int64_t stop) {
+    const struct update copy = *given, *u = &copy;
+    F decay = OP(set1)(u->weight_decay), momentum = OP(set1)(u->momentum), undamped = OP(set1)(u->undamped);
+    F lr = OP(set1)(-u->lr);
+    for (; i + LANES <= stop; i += LANES) {
+        F g = NAME(gradients)(u, i), p = OP(loadu)(u->master + i);
+        soon(u->master + i);
+        if (u->momentous) soon(u->first + i);
+        if (u->decayed) g = OP(fmadd)(p, decay, g);
+        if (u->momentous) {
+            F m = u->starts ? g : OP(fmadd)(undamped, g, OP(mul)(OP(loadu)(u->first + i), momentum));
+            OP(storeu)(u->first + i, m);
+            g = u->nesterov ? OP(fmadd)(m, momentum, g) : m;
+        }
+        p = OP(fmadd)(g, lr, p);
+        OP(storeu)(u->master + i, p);
+        NAME(weights)(u, i, p);
+    }
+    if (i < stop) REST(sgd)(u, i, stop);
+}
+
+#endif

@@ -1,0 +1,173 @@
+"""The host's update by a small C kernel (`_native.c`): one pass over memory, with threads of its own and without the GIL.
+
+It is used where it could be built and where a trial gives the bits of torch's own kernels; torch's are used otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from scrimp.chunks._native_build import NoKernelError, load
+
+KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+LEVELS = ("no vectors", "AVX2", "AVX-512")
+_CAPABILITIES = {"DEFAULT": 0, "AVX2": 1}  # of torch, whose bits are wanted; all others have more
+
+_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
+_ENDS: tuple[Any, ...] = (_POINTER, _INT, _POINTER, _INT, ctypes.c_int64)
+_ADAMW = (*[_POINTER] * 3, *_ENDS, *[_DOUBLE] * 7, *[_INT] * 2)
+_SGD = (*[_POINTER] * 2, *_ENDS, *[_DOUBLE] * 5, *[_INT] * 4)
+
+
+@dataclass(frozen=True)
+class Native:
+    """`level` is the instruction set, an index of LEVELS. Tensors are flat, contiguous and on the CPU; masters and states
+    are fp32. The gradient is multiplied by `scale`. The weight is written from the master, if one is given; it may be
+    the gradient's own memory."""
+
+    library: ctypes.CDLL
+    compiler: str
+    level: int
+
+    @property
+    def instructions(self) -> str:
+        return LEVELS[self.level]
+
+    def describe(self) -> str:
+        return f"{self.instructions}, built by {self.compiler}"
+
+    def adamw(
+        self,
+        master: torch.Tensor,
+        m: torch.Tensor,
+        v: torch.Tensor,
+        gradient: torch.Tensor,
+        weight: torch.Tensor | None,
+        scale: float | None,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        count: int,
+        threads: int,
+    ) -> None:
+        """`count`: how often the parameter was updated, this time included."""
+        _check(master, (m, v), gradient, weight)
+        self.library.scrimp_adamw(
+            master.data_ptr(), m.data_ptr(), v.data_ptr(), *_ends(gradient, weight),
+            1.0 if scale is None else scale, lr, beta1, beta2, eps, weight_decay, count, self.level, threads,
+        )  # fmt: skip
+
+    def sgd(
+        self,
+        master: torch.Tensor,
+        buffer: torch.Tensor | None,
+        gradient: torch.Tensor,
+        weight: torch.Tensor | None,
+        scale: float | None,
+        *,
+        lr: float,
+        momentum: float,
+        dampening: float,
+        weight_decay: float,
+        nesterov: bool,
+        count: int,
+        threads: int,
+    ) -> None:
+        """Without momentum the buffer is not touched."""
+        if buffer is None and momentum != 0:
+            raise ValueError(f"momentum is {momentum}, and there is no buffer for it")
+        _check(master, () if buffer is None else (buffer,), gradient, weight)
+        self.library.scrimp_sgd(
+            master.data_ptr(), None if buffer is None else buffer.data_ptr(), *_ends(gradient, weight),
+            1.0 if scale is None else scale, lr, momentum, dampening, weight_decay, nesterov, count == 1, self.level, threads,
+        )  # fmt: skip
+
+
+def takes(master: torch.Tensor, states: Sequence[torch.Tensor], gradient: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether the kernel is made for these."""
+    fp32 = (master, *states)
+    other = (gradient,) if weight is None else (gradient, weight)
+    return (
+        all(tensor.dtype == torch.float32 for tensor in fp32)
+        and gradient.dtype in KINDS
+        and (weight is None or weight.dtype in (torch.bfloat16, torch.float16))
+        and all(t.is_cpu and t.is_contiguous() and t.numel() == master.numel() for t in (*fp32, *other))
+    )
+
+
+def _check(
+    master: torch.Tensor, states: Sequence[torch.Tensor], gradient: torch.Tensor, weight: torch.Tensor | None
+) -> None:  # what is not so would write where it must not
+    if not takes(master, states, gradient, weight):
+        raise ValueError("the native kernel is for contiguous CPU tensors of one size: fp32, with a 16-bit weight or none")
+
+
+def _ends(gradient: torch.Tensor, weight: torch.Tensor | None) -> tuple[int, int, int | None, int, int]:
+    kept = (None, 0) if weight is None else (weight.data_ptr(), KINDS[weight.dtype])
+    return gradient.data_ptr(), KINDS[gradient.dtype], *kept, gradient.numel()
+
+
+def native() -> Native | None:
+    """The kernel, built if need be. The first call settles it for the process; `why_not` says why there is none."""
+    found = _settled()
+    return found if isinstance(found, Native) else None
+
+
+def why_not() -> str | None:
+    found = _settled()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _settled() -> Native | str:
+    if os.environ.get("SCRIMP_NATIVE") == "0":
+        return "SCRIMP_NATIVE is 0"
+    try:
+        library, compiler = load()
+        library.scrimp_adamw.argtypes, library.scrimp_adamw.restype = _ADAMW, None
+        library.scrimp_sgd.argtypes, library.scrimp_sgd.restype = _SGD, None
+        level = min(library.scrimp_level(), _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), 2))
+        kernel = Native(library, compiler, level)
+        return kernel if _tried(kernel) else f"its bits are not those of torch {torch.__version__}"
+    except NoKernelError as error:
+        return str(error)
+    except Exception as error:  # training goes on without it, whatever it was
+        return f"{type(error).__name__}: {error}"
+
+
+def _tried(kernel: Native) -> bool:
+    """Whether a few updates, vectors and rest, have the bits of torch's fused kernels: another build of torch may round
+    in another order."""
+    random = torch.Generator().manual_seed(0)
+    same = []
+    for count, beta1 in ((1, 0.9), (7, 0.3)):
+        ours = [torch.randn(24 * 16 + 15, generator=random, dtype=torch.float32, device="cpu") for _ in range(4)]
+        ours[2].square_()
+        theirs = [tensor.clone() for tensor in ours]
+        p, m, v, g = ours
+        kernel.adamw(p, m, v, g, None, None, lr=0.01, beta1=beta1, beta2=0.99, eps=1e-8, weight_decay=0.1, count=count, threads=1)
+        kernel.sgd(
+            p, m, g, None, None,
+            lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1, nesterov=count == 1, count=2, threads=1,
+        )  # fmt: skip
+        p, m, v, g = theirs
+        torch._fused_adamw_(
+            [p], [g], [m], [v], [], [torch.tensor(float(count), dtype=torch.float32, device="cpu")],
+            lr=0.01, beta1=beta1, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        torch._fused_sgd_(
+            [p], [g], [m], lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1,
+            nesterov=count == 1, maximize=False, is_first_step=False,
+        )  # fmt: skip
+        same += [torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True)]
+    return all(same)
