@@ -26,6 +26,7 @@ from scrimp.chunks._shards import Shards
 from scrimp.chunks._spill import SpillFile
 from scrimp.chunks._table import ChunkTable, Slot
 from scrimp.chunks._wire import Wire
+from scrimp.chunks._worker import Gate
 from scrimp.ledger import Books
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -74,6 +75,9 @@ class Store:
         self._opened: dict[int, Opened] = {}
         self._arriving: dict[int, list[Event]] = {}
         self._leaving: dict[int, list[Event]] = {}
+        self._wanted: set[int] = set()  # layers with a place on the device, whose weights are still being updated
+        self._coming_home: dict[int, list[Event]] = {}  # copies down that the host has not waited for
+        self.gates: dict[int, Gate] = {}  # homes that are being updated
         self._as_gradients = [0] * len(table.layers)  # bytes of a layer's storage that hold gradients now
         self.flats = [torch.empty(space.numel, dtype=self.dtype_of(k), device=device) for k, space in enumerate(table.layers)]
         for flat in self.flats:
@@ -145,6 +149,7 @@ class Store:
         if layer in self._opened:
             yield self._opened[layer]
             return
+        self.at_rest(layer)
         home = self.homes[layer]
         staged = self._read(home, layer, read) if home.file is not None else None
         own_master = self.dtype_of(layer) == torch.float32
@@ -184,7 +189,33 @@ class Store:
             raise
         return staged
 
+    def at_rest(self, layer: int) -> None:
+        """Nobody is writing to a layer's home any more."""
+        self.landed_home(layer)
+        gate = self.gates.pop(layer, None)
+        if gate is not None:
+            gate.wait()
+
+    def landed_home(self, layer: int) -> None:
+        """The host may read the gradients that came down; asked by who updates them, or by who waits for that."""
+        for event in self._coming_home.pop(layer, []):
+            if event is not None:
+                event.synchronize()
+
+    def take_coming_home(self, layer: int) -> list[torch.cuda.Event]:
+        """The copies down, for who will wait for them elsewhere."""
+        return [event for event in self._coming_home.pop(layer, []) if event is not None]
+
+    def direct(self, layer: int) -> Opened:
+        """The data of a layer whose home is the host, for who updates it."""
+        home = self.homes[layer]
+        master = home.weights if home.master is None else home.master
+        return Opened(
+            layer=layer, shards=self.shards, weights=home.weights, gradients=home.gradients, master=master, states=home.states
+        )
+
     def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:
+        self.at_rest(layer)
         home = self.homes[layer]
         arena_of = home.weights if home.gradients is None else home.gradients
         for _, span in self.shards.pieces(layer, slot):
@@ -214,6 +245,7 @@ class Store:
 
     def promote(self, layer: int) -> list[torch.Tensor]:
         """Make the device the home of a layer whose home was the host; the new tensors."""
+        self.at_rest(layer)
         home = self.homes[layer]
         weights, gradients, rest = self.home_nbytes(layer)
         if self.wire.world == 1:
@@ -276,15 +308,28 @@ class Store:
         self.open(layer)
         home = self.homes[layer]
         if self.wire.world == 1:
-            self._arriving[layer] = [self.lanes.up(self.flats[layer], home.weights)]
-            self.traffic.up_nbytes += home.weights.nbytes
+            gate = self.gates.get(layer)
+            if gate is None or gate.open:
+                self._send(layer)
+            else:
+                self._wanted.add(layer)  # its place is there, its weights will be
             return
+        self.at_rest(layer)
         for (start, stop), shard in zip(self.table.chunks(layer), self.shards.chunks(layer), strict=True):
             self.wire.gather(home.weights[shard], self.flats[layer][start:stop])
             if home.place != DEVICE:
                 self.traffic.up_nbytes += home.weights[shard].nbytes
 
+    def _send(self, layer: int) -> None:
+        self.at_rest(layer)
+        weights = self.homes[layer].weights
+        self._arriving[layer] = [self.lanes.up(self.flats[layer], weights)]
+        self.traffic.up_nbytes += weights.nbytes
+
     def arrived(self, layer: int) -> None:
+        if layer in self._wanted:
+            self._wanted.remove(layer)
+            self._send(layer)
         for event in self._arriving.pop(layer, []):
             self.lanes.wait(event)
 
@@ -292,6 +337,7 @@ class Store:
         """Let a layer go, after what is still copying it."""
         if not self.resident[layer] or self.anchored(layer):
             return
+        self._wanted.discard(layer)
         self.arrived(layer)
         for event in self._leaving.pop(layer, []):
             self.lanes.wait(event)
@@ -343,13 +389,14 @@ class Store:
                 if first:
                     events.append(self.lanes.down(target, source))
                 else:
+                    self.landed_home(layer)
                     target.add_(source.to(target.device))
                 self.traffic.down_nbytes += target.nbytes
             if self.wire.world > 1:
                 for event in events:
                     self.lanes.wait(event)  # `mine` is not the layer's storage: it goes now
-                events.clear()
         self._leaving[layer] = events
+        self._coming_home[layer] = [*self._coming_home.get(layer, []), *events]
 
     def _padding_nbytes(self, layer: int) -> int:
         return self.table.layers[layer].padding * self.dtype_of(layer).itemsize

@@ -23,11 +23,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from scrimp.chunks._cuda_meter import CudaMeter
+from scrimp.chunks._home import HOST
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._rates import measure
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
+from scrimp.chunks._update import norm
 from scrimp.engine._advice import check_landing, check_loss, does_not_fit
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
@@ -142,6 +144,7 @@ class Engine:
         watch_layers(model, self.residents, self.recompute)
         self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
         self.planning.stage_nbytes = self._updating.stage_nbytes
+        self._updating.saw = self.planning.saw_update
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False
         self._landed: dict[str, tuple[int, Slot]] = {}
@@ -174,9 +177,13 @@ class Engine:
                 # ended: the error and its cause hold the frames, and they hold the activations that did not fit.
                 reason = FitError(*error.args)
             except BaseException:
+                self._no_way_back()
                 self._abandon()
                 self._undo.back()
                 raise
+            if self._started:
+                self._no_way_back()
+                raise reason
             self._abandon()
             self._undo.back()
             if not (self.planning.homes_back() or self.planning.spare(plan)):
@@ -184,8 +191,8 @@ class Engine:
         self._undo.done(tracing=plan.choice is None)
         try:
             if self._judged():
-                touched = self._updating.run(self._in_order(), self.steps, self.counts, self._scale)
-                self.planning.saw_update(*touched)
+                rest = [place for place in self._in_order() if place[1].name not in self._started]
+                self._updating.run(rest, self.steps, self.counts, self._scale)
             else:
                 self.skipped += 1
                 for layer, slot in self._landed.values():
@@ -202,13 +209,16 @@ class Engine:
 
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self._landed.clear()
+        self._norms: dict[str, torch.Tensor] = {}  # of gradients, taken on the device
+        self._started: set[str] = set()  # updated already
         losses = []
         self._traffic = astuple(self.store.traffic)
         try:
             share_buffers(self.wire, self.model)
             with self._running(args, kwargs), no_caches(self.model):
                 self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
-                for part_args, part_kwargs in parts(args, kwargs, self.accumulate):
+                for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, self.accumulate)):
+                    self._last_part = k == self.accumulate - 1
                     losses.append(self._forward_backward(part_args, part_kwargs))
                     self.residents.retire_rest()
                 self._traced, self._trace = self.residents.end_step()
@@ -257,17 +267,22 @@ class Engine:
         """All of a layer's gradients of this micro-batch are there (or no more will come)."""
         self.store.retire(layer, [(slot, slot.name not in self._landed) for slot in slots])
         self._landed.update({slot.name: (layer, slot) for slot in slots})
+        early = self.residents.following and self._last_part and self.store.homes[layer].place == HOST
+        if self.clip_norm is None and not self.skip_nonfinite and not self.loss_scale.dynamic and early:
+            self._started.update(slot.name for slot in slots)
+            self._updating.start(layer, slots, self._updating.numbers(slots, self.counts), self.steps, None)
+        elif self.wire.world == 1 and self.accumulate == 1 and not self.store.anchored(layer):
+            self._norms.update({slot.name: norm(self.store.device_view(layer, slot)) for slot in slots})
 
     def _judged(self) -> bool:
         """Whether to update: finite gradients, if that was asked for; sets the scale that clips the norm."""
         self._scale: torch.Tensor | None = None
-        self.store.lanes.settle()
         self.residents.timing.end()
         must_be_finite = self.skip_nonfinite or self.loss_scale.dynamic
         if not must_be_finite and self.clip_norm is None:
             return True
         try:
-            verdict = judge(self.store, self._in_order(), clip=self.clip_norm, loss_scale=self.loss_scale.value)
+            verdict = judge(self.store, self._in_order(), self._norms, clip=self.clip_norm, loss_scale=self.loss_scale.value)
         except MoveError as error:
             raise self._named(error) from error
         self.loss_scale.saw(finite=verdict.bad is None)
@@ -323,6 +338,7 @@ class Engine:
         load_state(self, folder)
 
     def check_usable(self) -> None:
+        self._updating.worker.check()
         if self.broken is not None:
             raise RunError(
                 f"{self.broken}: some weights are new, some old, some gone; load the last checkpoint: engine.load(folder)"
@@ -365,6 +381,10 @@ class Engine:
         if not perhaps and self.ledger.total_nbytes > self.budget.device_nbytes:
             mode = self.planning.mode
             raise does_not_fit(self.steps, self.ledger, self.budget.device_nbytes, self.model, self._meter, mode)
+
+    def _no_way_back(self) -> None:
+        if self._started:
+            self.broken = f"step {self.steps} failed when some layers had been updated"
 
     def _abandon(self) -> None:
         """Undo a step that failed before the update: weights again where gradients stood."""

@@ -7,6 +7,7 @@ are powers of two, so that scaling changes no bit of what does not overflow.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,17 +50,27 @@ class Verdict:
     scale: torch.Tensor | None = None
 
 
-def judge(store: Store, landed: list[tuple[int, Slot]], *, clip: float | None, loss_scale: float) -> Verdict:
-    """Every rank comes to the same verdict."""
+def judge(
+    store: Store,
+    landed: list[tuple[int, Slot]],
+    known: Mapping[str, torch.Tensor],
+    *,
+    clip: float | None,
+    loss_scale: float,
+) -> Verdict:
+    """Every rank comes to the same verdict. `known`: norms that were taken on the device, while the gradients were there."""
     rows = []
     for layer, slot in landed:
-        parts = [norm(gradient).cpu() for gradient in store.gradients_of(layer, slot)]
+        if slot.name in known:
+            rows.append(known[slot.name])
+            continue
+        parts = [norm(gradient) for gradient in store.gradients_of(layer, slot)]
         if store.wire.world > 1:
-            parts = [sum((part * part for part in parts), start=torch.zeros(()))]
+            parts = [sum((part.cpu() * part.cpu() for part in parts), start=torch.zeros(()))]
         rows.append(parts[0])
     if not rows:
         return Verdict()
-    norms = torch.stack(rows)
+    norms = _on_host(rows)
     if store.wire.world > 1:
         norms = store.wire.sum(norms).sqrt()
     total = torch.linalg.vector_norm(norms) / loss_scale
@@ -72,3 +83,12 @@ def judge(store: Store, landed: list[tuple[int, Slot]], *, clip: float | None, l
     if loss_scale != 1.0:
         scale = (torch.ones(()) if scale is None else scale) / loss_scale
     return Verdict(norm=float(total), bad=bad, scale=scale)
+
+
+def _on_host(rows: list[torch.Tensor]) -> torch.Tensor:
+    """In one transfer, which waits for all that was computed."""
+    there = [k for k, row in enumerate(rows) if row.is_cuda]
+    if there:
+        for k, row in zip(there, torch.stack([rows[k] for k in there]).cpu(), strict=True):
+            rows[k] = row
+    return torch.stack(rows)

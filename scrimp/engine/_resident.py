@@ -219,8 +219,15 @@ class Residents:
             for other in self._schedule.ahead[at]:
                 self._fetch(other)
 
+    @property
+    def following(self) -> bool:
+        """A schedule that was made for just this."""
+        return self._schedule is not None
+
     def ready(self, layer: int) -> bool:
-        return self.store.resident[layer] and layer not in self._gone
+        """It was asked for in this moment, and is there. One that only happens to be there may still be on its way; and
+        moments must not depend on that."""
+        return layer in self._current and self.store.resident[layer] and layer not in self._gone
 
     def place(self) -> str:
         """Where the step is, in words."""

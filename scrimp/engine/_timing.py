@@ -25,7 +25,9 @@ class Timing:
         self._now, self._marks = {}, []
 
     def end(self) -> None:
-        """After the device has caught up with the step."""
+        """At the end of a step; the few that are timed wait for the device."""
+        if self._marks:
+            torch.cuda.current_stream().synchronize()
         for layer, start, end in self._marks:
             self._now[layer] = self._now.get(layer, 0.0) + start.elapsed_time(end) / 1e3
         self._marks = []

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 
 import torch
 
 from scrimp.chunks._cuda_meter import CudaMeter
-from scrimp.chunks._home import DEVICE, HOST
+from scrimp.chunks._home import DEVICE, HOST, Opened
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import Optimizer
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._update import Updater, stage_numel
+from scrimp.chunks._worker import Worker
 
+LAST = 1 << 30  # after all layers
 UPDATE_NBYTES = 28  # read and written per parameter: gradient, master, two moments, weight
 
 
@@ -29,45 +32,70 @@ class Updating:
         self._largest = max((slot.numel for slot in slots), default=0) if staged else 0
         self._host = Updater(torch.device("cpu"), self._largest)
         meter.ignore(self._host.stage)
+        self.worker = Worker("the host's update")
+        self.close = weakref.finalize(self, self.worker.close)  # at exit too: the thread must not outlive torch
+        self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
+        self._nbytes, self._seconds = 0, 0.0
 
     @property
     def stage_nbytes(self) -> int:
         """What an update on the device takes there."""
         return 4 * stage_numel(self.store.device, self._largest)
 
-    def run(
-        self, landed: list[tuple[int, Slot]], step: int, counts: dict[str, int], scale: torch.Tensor | None
-    ) -> tuple[int, float]:
-        """Bytes that the host touched, and its seconds."""
+    def run(self, landed: list[tuple[int, Slot]], step: int, counts: dict[str, int], scale: torch.Tensor | None) -> None:
+        """Homes on the host are updated by the worker, beside what comes next; whoever asks for one waits for it alone."""
         by_layer: dict[int, list[Slot]] = {}
         for layer, slot in landed:
             by_layer.setdefault(layer, []).append(slot)
         there: Updater | None = None
-        nbytes, seconds = 0, 0.0
         for layer, slots in by_layer.items():
-            start = time.perf_counter()
+            numbers = self.numbers(slots, counts)
             place = self.store.homes[layer].place
+            if place == HOST:
+                self.start(layer, slots, numbers, step, scale)
+                continue
+            updater, factor = self._host, scale
             if place == DEVICE:
                 there = there or self._on_device()
-                self._layer(there, layer, slots, step, counts, scale if scale is None else scale.to(self.store.device))
-            else:
-                self._layer(self._host, layer, slots, step, counts, scale)
-            if place == HOST:
-                nbytes += UPDATE_NBYTES * sum(slot.numel for slot in slots) // self.store.wire.world
-                seconds += time.perf_counter() - start
+                updater, factor = there, None if scale is None else scale.to(self.store.device)
+            with self.store.opened(layer, write=True) as data:
+                self._layer(updater, data, slots, numbers, step, factor)
+            self.store.settled(layer)
         if there is not None:
             self.store.ledger.free("temporaries", there.stage.nbytes)
-        return nbytes, seconds
+        self.worker.submit(LAST, self._report)
+
+    def start(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
+        """Let the worker update a layer as soon as its gradients are down."""
+        data, come = self.store.direct(layer), self.store.take_coming_home(layer)
+
+        def job() -> None:
+            for event in come:
+                event.synchronize()
+            start = time.perf_counter()
+            self._layer(self._host, data, slots, numbers, step, scale)
+            self._seconds += time.perf_counter() - start
+            self._nbytes += UPDATE_NBYTES * sum(slot.numel for slot in slots) // self.store.wire.world
+
+        self.store.gates[layer] = self.worker.submit(layer, job)
+
+    def _report(self) -> None:
+        """What the worker has touched in a step, and in how many seconds."""
+        self.saw(self._nbytes, self._seconds)
+        self._nbytes, self._seconds = 0, 0.0
 
     def _layer(
-        self, updater: Updater, layer: int, slots: list[Slot], step: int, counts: dict[str, int], scale: torch.Tensor | None
+        self, updater: Updater, data: Opened, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None
     ) -> None:
-        with self.store.opened(layer, write=True) as data:
-            for slot in slots:
-                count = counts[slot.name] = counts.get(slot.name, 0) + 1
-                for piece in data.pieces(slot):
-                    updater.apply(self.optimizers[slot.name], step, count, piece, scale, own_master=data.own_master)
-        self.store.settled(layer)
+        for slot, number in zip(slots, numbers, strict=True):
+            for piece in data.pieces(slot):
+                updater.apply(self.optimizers[slot.name], step, number, piece, scale, own_master=data.own_master)
+
+    def numbers(self, slots: list[Slot], counts: dict[str, int]) -> list[int]:
+        """How often each was updated, this time included."""
+        for slot in slots:
+            counts[slot.name] = counts.get(slot.name, 0) + 1
+        return [counts[slot.name] for slot in slots]
 
     def _on_device(self) -> Updater:
         updater = Updater(self.store.device, self._largest)

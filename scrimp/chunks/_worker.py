@@ -1,0 +1,92 @@
+"""One thread that does the host's part of training beside the step: updates of layers, and what waits for them.
+
+Jobs have a rank, the lowest first, so that the layers needed first are done first. Each job opens a gate. If a job fails,
+every gate opens and every wait raises its error: nothing ever hangs on a thread that is gone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+
+from scrimp.errors import RunError
+
+
+class Gate:
+    """Opens when a job is done."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._open = threading.Event()
+
+    @property
+    def open(self) -> bool:
+        return self._open.is_set()
+
+    def wait(self) -> None:
+        if not self._open.is_set():
+            self._open.wait()
+        self._worker.check()
+
+    def _set(self) -> None:
+        self._open.set()
+
+
+class Worker:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: list[tuple[int, int, Callable[[], None], Gate]] = []
+        self._count = itertools.count()
+        self._ready = threading.Condition()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, rank: int, job: Callable[[], None]) -> Gate:
+        gate = Gate(self)
+        with self._ready:
+            self.check()
+            if self._closed:
+                raise RunError(f"{self._name} is closed")
+            heapq.heappush(self._jobs, (rank, next(self._count), job, gate))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._ready.notify()
+        return gate
+
+    def check(self) -> None:
+        """Raise what went wrong in the thread, if something did."""
+        if self._error is not None:
+            raise RunError(f"{self._name} failed: {self._error}; load the last checkpoint") from self._error
+
+    def close(self) -> None:
+        """Do what is left, then end the thread."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                while not self._jobs and not self._closed:
+                    self._ready.wait()
+                if not self._jobs:
+                    return
+                _, _, job, gate = heapq.heappop(self._jobs)
+            try:
+                job()
+            except BaseException as error:
+                with self._ready:
+                    self._error = error
+                    left, self._jobs = self._jobs, []
+                for *_, other in left:
+                    other._set()
+                gate._set()
+                return
+            gate._set()
