@@ -74,14 +74,20 @@ def train_16(
             loss = loss * scale if scale != 1 else loss
             (loss / accumulate if accumulate > 1 else loss).backward()
         losses.append(float(torch.stack(parts).float().mean()))
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in masters if p.grad is not None]
         for parameter, master in masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.to(updated_on).float() / scale
             parameter.grad = None
         if scale != 1 and not all(master.grad.isfinite().all() for master in trained if master.grad is not None):
             scale /= 2
             continue
-        if clip is not None:
+        if clip is not None and device == updated_on:
             nn.utils.clip_grad_norm_(trained, clip)
+        elif clip is not None:  # as clip_grad_norm_ does it, where the gradients were made
+            total = torch.linalg.vector_norm(torch.stack(norms).cpu()) / scale
+            for master in trained:
+                if master.grad is not None:
+                    master.grad.mul_(torch.clamp(clip / (total + 1e-6), max=1.0))
         optimizer.step()
         for parameter, master in masters.items():
             parameter.data.copy_(master.data)

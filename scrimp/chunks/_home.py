@@ -81,3 +81,11 @@ class Opened:
                 master=weight if self.own_master else self.master[span],
                 states=[state[span] for state in self.states],
             )
+
+
+def sizes(shards: Shards, layer: int, dtype: torch.dtype, states: int, accumulate: int) -> tuple[int, int, int]:
+    """Bytes of a layer's home on one rank: (weights, gradients of their own, masters and states)."""
+    own_master = dtype == torch.float32
+    trained = shards.trained_numel(layer)
+    gradients = trained * dtype.itemsize if own_master or accumulate > 1 else 0
+    return shards.numel(layer) * dtype.itemsize, gradients, 4 * trained * (states + (not own_master))

@@ -7,9 +7,21 @@ computing stream wait for the copy. Nobody ever waits on the host, except to rea
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 Event = torch.cuda.Event | None
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """Bytes moved between the tiers, by direction."""
+
+    up_nbytes: int = 0  # host to device
+    down_nbytes: int = 0  # device to host
+    read_nbytes: int = 0  # disk to host
+    written_nbytes: int = 0  # host to disk
 
 
 class Lanes:

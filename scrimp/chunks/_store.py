@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from scrimp.chunks._arena import arena
-from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened
-from scrimp.chunks._lanes import Event, Lanes
+from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened, sizes
+from scrimp.chunks._lanes import Event, Lanes, Traffic
 from scrimp.chunks._shards import Shards
 from scrimp.chunks._spill import SpillFile
 from scrimp.chunks._table import ChunkTable, Slot
@@ -30,16 +29,6 @@ from scrimp.chunks._worker import Gate
 from scrimp.ledger import Books
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(kw_only=True)
-class Traffic:
-    """Bytes moved between the tiers, by direction."""
-
-    up_nbytes: int = 0  # host to device
-    down_nbytes: int = 0  # device to host
-    read_nbytes: int = 0  # disk to host
-    written_nbytes: int = 0  # host to disk
 
 
 class Store:
@@ -400,14 +389,6 @@ class Store:
 
     def _padding_nbytes(self, layer: int) -> int:
         return self.table.layers[layer].padding * self.dtype_of(layer).itemsize
-
-
-def sizes(shards: Shards, layer: int, dtype: torch.dtype, states: int, accumulate: int) -> tuple[int, int, int]:
-    """Bytes of a layer's home on one rank: (weights, gradients of their own, masters and states)."""
-    own_master = dtype == torch.float32
-    trained = shards.trained_numel(layer)
-    gradients = trained * dtype.itemsize if own_master or accumulate > 1 else 0
-    return shards.numel(layer) * dtype.itemsize, gradients, 4 * trained * (states + (not own_master))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

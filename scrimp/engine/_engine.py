@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._home import HOST
@@ -34,11 +34,12 @@ from scrimp.engine._advice import check_landing, check_loss, does_not_fit
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
 from scrimp.engine._caches import no_caches
+from scrimp.engine._evaluate import evaluate
 from scrimp.engine._fit import first_places
 from scrimp.engine._forward import Recompute, watch_layers
 from scrimp.engine._judge import LossScale, judge
 from scrimp.engine._memory import Memory, resolve
-from scrimp.engine._modes import all_eval, warn_of_eval
+from scrimp.engine._modes import warn_of_eval
 from scrimp.engine._planning import Planned, Planning
 from scrimp.engine._resident import Residents
 from scrimp.engine._settings import validate
@@ -134,17 +135,17 @@ class Engine:
             self._meter.ignore(tensor)
         optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         staged = precision != "fp32" or clip_norm is not None
-        self._updating = Updating(self.store, optimizers, self._meter, staged=staged)
+        self.updating = Updating(self.store, optimizers, self._meter, staged=staged)
         self.store.own = self._meter.ignore
         self._undo = Undo(model, self.device)
         self.residents = Residents(self.store, self._meter, self._retire)
-        self._strays = Strays(self.residents)
+        self.strays = Strays(self.residents)
         self._strays_again = StraysInBackward(self.residents)
         self.recompute = Recompute()
         watch_layers(model, self.residents, self.recompute)
         self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
-        self.planning.stage_nbytes = self._updating.stage_nbytes
-        self._updating.saw = self.planning.saw_update
+        self.planning.stage_nbytes = self.updating.stage_nbytes
+        self.updating.saw = self.planning.saw_update
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False
         self._landed: dict[str, tuple[int, Slot]] = {}
@@ -192,7 +193,7 @@ class Engine:
         try:
             if self._judged():
                 rest = [place for place in self._in_order() if place[1].name not in self._started]
-                self._updating.run(rest, self.steps, self.counts, self._scale)
+                self.updating.run(rest, self.steps, self.counts, self._scale)
             else:
                 self.skipped += 1
                 for layer, slot in self._landed.values():
@@ -215,7 +216,7 @@ class Engine:
         self._traffic = astuple(self.store.traffic)
         try:
             share_buffers(self.wire, self.model)
-            with self._running(args, kwargs), no_caches(self.model):
+            with self.running(args, kwargs), no_caches(self.model):
                 self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
                 for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, self.accumulate)):
                     self._last_part = k == self.accumulate - 1
@@ -231,7 +232,7 @@ class Engine:
     def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self._part_landed: set[str] = set()
         args, kwargs = to_device(args, kwargs, self.device, self.store.dtype)
-        looking = self._strays if self._strays.found or self.residents.tracing else nullcontext()
+        looking = self.strays if self.strays.found or self.residents.tracing else nullcontext()
         again = self._strays_again if self._strays_again.layers or self.residents.tracing else nullcontext()
         with self.residents.saving(), looking:  # saving in backward too: the model may run parts of itself again
             out = self.model(*args, **kwargs)
@@ -270,7 +271,7 @@ class Engine:
         early = self.residents.following and self._last_part and self.store.homes[layer].place == HOST
         if self.clip_norm is None and not self.skip_nonfinite and not self.loss_scale.dynamic and early:
             self._started.update(slot.name for slot in slots)
-            self._updating.start(layer, slots, self._updating.numbers(slots, self.counts), self.steps, None)
+            self.updating.start(layer, slots, self.updating.numbers(slots, self.counts), self.steps, None)
         elif self.wire.world == 1 and self.accumulate == 1 and not self.store.anchored(layer):
             self._norms.update({slot.name: norm(self.store.device_view(layer, slot)) for slot in slots})
 
@@ -285,6 +286,8 @@ class Engine:
             verdict = judge(self.store, self._in_order(), self._norms, clip=self.clip_norm, loss_scale=self.loss_scale.value)
         except MoveError as error:
             raise self._named(error) from error
+        finally:
+            self._norms.clear()
         self.loss_scale.saw(finite=verdict.bad is None)
         if verdict.bad is not None and must_be_finite:
             if not self.loss_scale.dynamic:
@@ -298,18 +301,7 @@ class Engine:
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Forward without gradients, through the same residency; the model is in eval mode meanwhile."""
         self.check_usable()
-        with all_eval(self.model):
-            while True:
-                try:
-                    with self._running(args, kwargs), torch.no_grad(), self.residents.aside(), self._strays:
-                        here, there = to_device(args, kwargs, self.device, self.store.dtype)
-                        return tree_map(self.residents.kept, self.model(*here, **there))
-                except FitError as error:
-                    reason = FitError(*error.args)
-                self.residents.abandon()
-                self.ledger.reset_peak()
-                if not self.planning.homes_back():
-                    raise reason
+        return evaluate(self, args, kwargs)
 
     def bound(self) -> Bound:
         """The least traffic and time of a step like the last one, beside what it took."""
@@ -338,7 +330,7 @@ class Engine:
         load_state(self, folder)
 
     def check_usable(self) -> None:
-        self._updating.worker.check()
+        self.updating.worker.check()
         if self.broken is not None:
             raise RunError(
                 f"{self.broken}: some weights are new, some old, some gone; load the last checkpoint: engine.load(folder)"
@@ -348,6 +340,8 @@ class Engine:
         """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state."""
         self.residents.abandon()
         self.planning.homes_back()
+        for layer in range(len(self.store.homes)):
+            self.store.at_rest(layer)
         self._meter.close()
 
     # Parts.
@@ -360,7 +354,7 @@ class Engine:
         return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
 
     @contextmanager
-    def _running(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def running(self, args: Any, kwargs: Any) -> Iterator[None]:
         """The model may run: its weights are in it, and what it makes of a batch is metered."""
         batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         with self._stand_ins.away(), self._meter:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from scrimp.chunks._home import DISK, HOST
+from scrimp.chunks._home import DISK, HOST, sizes
 from scrimp.chunks._shards import Shards
-from scrimp.chunks._store import DTYPES, sizes
+from scrimp.chunks._store import DTYPES
 from scrimp.chunks._table import ChunkTable
 from scrimp.engine._memory import Budget
 from scrimp.errors import FitError

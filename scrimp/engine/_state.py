@@ -54,6 +54,7 @@ def save_state(engine: Engine, folder: str | Path) -> None:
 
 
 def load_state(engine: Engine, folder: str | Path) -> None:
+    engine.updating.renew()
     engine.residents.abandon()
     for layer in range(len(engine.store.homes)):
         engine.store.settled(layer)

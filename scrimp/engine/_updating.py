@@ -32,10 +32,19 @@ class Updating:
         self._largest = max((slot.numel for slot in slots), default=0) if staged else 0
         self._host = Updater(torch.device("cpu"), self._largest)
         meter.ignore(self._host.stage)
-        self.worker = Worker("the host's update")
-        self.close = weakref.finalize(self, self.worker.close)  # at exit too: the thread must not outlive torch
+        self._hire()
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
         self._nbytes, self._seconds = 0, 0.0
+
+    def _hire(self) -> None:
+        self.worker = Worker("the host's update")
+        self.close = weakref.finalize(self, self.worker.close)  # at exit too: the thread must not outlive torch
+
+    def renew(self) -> None:
+        """After a failure, when all homes are about to be written anew."""
+        self.close()
+        self.store.gates.clear()
+        self._hire()
 
     @property
     def stage_nbytes(self) -> int:

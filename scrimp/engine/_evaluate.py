@@ -1,0 +1,30 @@
+"""The model's forward without gradients, between steps, within the same budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from scrimp.engine._batch import to_device
+from scrimp.engine._modes import all_eval
+from scrimp.errors import FitError
+
+if TYPE_CHECKING:
+    from scrimp.engine._engine import Engine
+
+
+def evaluate(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with all_eval(engine.model):
+        while True:
+            try:
+                with engine.running(args, kwargs), torch.no_grad(), engine.residents.aside(), engine.strays:
+                    here, there = to_device(args, kwargs, engine.device, engine.store.dtype)
+                    return tree_map(engine.residents.kept, engine.model(*here, **there))
+            except FitError as error:
+                reason = FitError(*error.args)
+            engine.residents.abandon()
+            engine.ledger.reset_peak()
+            if not engine.planning.homes_back():
+                raise reason
