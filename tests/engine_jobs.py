@@ -163,3 +163,17 @@ def within_budgets(tenths: list[int]) -> list[tuple[int, int, int, int, int, int
         moved = (bound.up_nbytes, bound.least_up_nbytes, bound.down_nbytes, bound.least_down_nbytes)
         found.append((budget, engine.ledger.peak_nbytes, *moved))
     return found
+
+
+def uneven() -> tuple[list[int], int]:
+    """Ranks with budgets, and from step to step batches, of their own; the budgets they plan for, and how often they traced."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    memory = Memory(device="1200KiB" if rank == 0 else "600KiB")
+    engine = Engine(zoo.build("gpt-tiny"), optimizer=SGD(lr=0.1), memory=memory, device="cpu", precision="fp32")
+    draw, traced = torch.Generator().manual_seed(rank), 0
+    for _ in range(30):
+        size = int(torch.randint(1, 5, (), generator=draw))
+        engine.step(*(tensor[:size] for tensor in zoo.example_batch("gpt-tiny", batch=4, step=0)))
+        traced += engine._traced
+    return engine.wire.every(torch.tensor([engine.budget.device_nbytes])).flatten().tolist(), traced

@@ -227,7 +227,7 @@ def test_changes_to_the_model_after_it_was_taken_over(change: Any, words: str) -
     engine = engine_for(net())
     engine.step(*BATCHES[0])
     change(engine.model)
-    with pytest.raises(RunError, match=rf"{words}.*make the Engine anew"):
+    with pytest.raises(RunError, match=rf"{words}.*build a new model and Engine"):
         engine.step(*BATCHES[0])
 
 

@@ -128,8 +128,8 @@ def test_an_operator_that_is_known_not_to_fit_does_not_run() -> None:
     assert engine.ledger.peak.when == "in step 0, forward at layer the model itself"
     assert profiled(engine, (batch,)) <= need
     engine.budget = replace(engine.budget, device_nbytes=need - 1)
-    assert isinstance(engine._meter, CpuMeter)
-    engine._meter.budget_nbytes = need - 1
+    assert isinstance(engine.meter, CpuMeter)
+    engine.meter.budget_nbytes = need - 1
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
         pytest.raises(FitError, match=r"in step 3, forward at layer the model itself: .*temporaries"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import torch
 from scrimp.checkpoint._manifest import NAME, Entry, Extent, Manifest
 from scrimp.checkpoint._write import Named, write
 from scrimp.chunks._store import Store
+from scrimp.chunks._wire import Wire
+from scrimp.errors import CheckpointError, ScrimpError
 
 ASIDE, UNFINISHED = ".previous", ".unfinished"
 
@@ -33,32 +36,75 @@ def save(
     rng: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> None:
-    goal = Path(folder)
+    goal = Path(os.path.abspath(folder))
     work = goal.with_name(goal.name + UNFINISHED)
     wire = store.wire
-    if wire.rank == 0:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-    wire.meet()
+    with _together(wire, goal):
+        if wire.rank == 0:
+            _check_goal(goal)
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
     name = f"rank-{wire.rank}.safetensors"
-    mine = write(work / name, _tensors(store, rng, buffers))
-    _flush(work / name)
+    mine = bytes(32)
+    with _together(wire, goal):
+        mine = write(work / name, _tensors(store, rng, buffers))
+        _flush(work / name)
     checksums = wire.every(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    if wire.rank == 0:
-        manifest = Manifest(
-            precision=store.precision,
-            optimizer=optimizer,
-            states=store.states,
-            steps=steps,
-            skipped=skipped,
-            loss_scale=loss_scale,
-            files=tuple((f"rank-{rank}.safetensors", bytes(checksums[rank].tolist()).hex()) for rank in range(wire.world)),
-            entries=_entries(store, counts),
+    with _together(wire, goal):
+        if wire.rank == 0:
+            _finish(goal, work, store, checksums, optimizer, steps, skipped, counts, loss_scale)
+
+
+def _finish(
+    goal: Path,
+    work: Path,
+    store: Store,
+    checksums: torch.Tensor,
+    optimizer: str,
+    steps: int,
+    skipped: int,
+    counts: Mapping[str, int],
+    loss_scale: tuple[float, int],
+) -> None:
+    manifest = Manifest(
+        precision=store.precision,
+        optimizer=optimizer,
+        states=store.states,
+        steps=steps,
+        skipped=skipped,
+        loss_scale=loss_scale,
+        files=tuple((f"rank-{rank}.safetensors", bytes(row.tolist()).hex()) for rank, row in enumerate(checksums)),
+        entries=_entries(store, counts),
+    )
+    (work / NAME).write_text(manifest.to_json())
+    _flush(work / NAME)
+    _commit(work, goal)
+
+
+@contextmanager
+def _together(wire: Wire, goal: Path) -> Iterator[None]:
+    """What goes wrong on one rank is an error on all of them, now and not at a time-out."""
+    error: BaseException | None = None
+    try:
+        yield
+    except (OSError, ScrimpError) as caught:
+        error = caught
+    failed = wire.every(torch.tensor([int(error is not None)])).flatten().nonzero().flatten().tolist()
+    if error is not None:
+        raise error if isinstance(error, ScrimpError) else CheckpointError(f"{goal} could not be written: {error}") from error
+    if failed:
+        raise CheckpointError(f"{goal} could not be written: rank {failed[0]} failed, and says why")
+
+
+def _check_goal(goal: Path) -> None:
+    """A checkpoint takes the place of a checkpoint, and of nothing else."""
+    if goal.exists() and not goal.is_dir():
+        raise CheckpointError(f"{goal} is a file; save to a folder that is new, or holds a checkpoint")
+    others = [p.name for p in goal.iterdir() if p.name != NAME and not p.match("rank-*.safetensors")] if goal.exists() else []
+    if others:
+        raise CheckpointError(
+            f"{goal} holds {sorted(others)[:3]}, which are no part of a checkpoint and would be lost; save to a folder in it"
         )
-        (work / NAME).write_text(manifest.to_json())
-        _flush(work / NAME)
-        _commit(work, goal)
-    wire.meet()
 
 
 def _tensors(store: Store, rng: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Iterator[Named]:

@@ -6,6 +6,7 @@ the host's view of the allocator, so no synchronisation is needed to read them.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -26,11 +27,20 @@ class CudaMeter:
         grow_segments()
         self.ledger = ledger
         self.device = device
+        self._budget_nbytes = budget_nbytes
+        self.begin()
+
+    def begin(self) -> None:
+        """From here on; what is allocated now and is not the engine's was there before it. What others left in the
+        allocator's cache must not serve beyond the cap."""
+        gc.collect()
+        torch.cuda.empty_cache()
         self._peak = 0
-        self._others = torch.cuda.memory_allocated(device) - self._held()  # not the engine's: what was there before it
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (budget_nbytes + self._others) / total), device)
-        torch.cuda.reset_peak_memory_stats(device)
+        self._others = torch.cuda.memory_allocated(self.device) - self._held()  # not the engine's: what was there before it
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        share = min(1.0, (self._budget_nbytes + self._others) / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def __enter__(self) -> CudaMeter:
         return self
@@ -45,6 +55,8 @@ class CudaMeter:
     def ignore(self, tensor: torch.Tensor) -> None: ...
 
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None: ...
+
+    def lend(self, tensor: torch.Tensor) -> None: ...
 
     def forget(self, tensor: torch.Tensor) -> None: ...
 

@@ -39,10 +39,6 @@ class Home:
         """Every storage of it, once."""
         return [t for t in (self.weights, self.gradients, self.master, *self.states) if t is not None]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:

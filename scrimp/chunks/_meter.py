@@ -123,7 +123,20 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
         self.ledger.charge(kind, nbytes)
-        weakref.finalize(storage, self._freed, key)
+        weakref.finalize(storage, _freed, weakref.ref(self), key)
+
+    def begin(self) -> None: ...
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """A batch, for the time of a step: its own bytes, though it may be a part of a larger storage."""
+        if tensor.device.type != "cpu":
+            return
+        key = tensor.untyped_storage()._cdata
+        before = self._known.get(key, ("", 0))[1]
+        self._known[key] = ("buffers", before + tensor.nbytes)
+        self.live_nbytes += tensor.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+        self.ledger.charge("buffers", tensor.nbytes)
 
     def mark_saved(self, tensor: torch.Tensor) -> None:
         """Autograd keeps it: an activation, no longer a temporary."""
@@ -173,3 +186,10 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if nbytes:
             self.live_nbytes -= nbytes
             self.ledger.free(kind, nbytes)
+
+
+def _freed(meter: weakref.ref[CpuMeter], key: int) -> None:
+    """Not a method: what lives longer than the engine must not keep it alive."""
+    alive = meter()
+    if alive is not None:
+        alive._freed(key)

@@ -39,7 +39,7 @@ class SGD:
 
     @property
     def states(self) -> int:
-        return 1 if self.momentum else 0
+        return int(any([self.momentum, *(overrides.get("momentum", 0) for _, overrides in self.groups)]))
 
 
 Optimizer = AdamW | SGD
@@ -47,6 +47,7 @@ Optimizer = AdamW | SGD
 
 def by_parameter(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Optimizer]:
     """The optimizer of each parameter, overrides applied. A glob that matches nothing is an error, as is an unknown field."""
+    _check(optimizer)
     unmatched = {pattern for pattern, _ in optimizer.groups}
     fields = {name for name in optimizer.__dataclass_fields__ if name != "groups"}
     for pattern, overrides in optimizer.groups:
@@ -65,6 +66,20 @@ def by_parameter(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Optimi
         some = ", ".join(list(names)[:5])
         raise RunError(f"no parameter matches the group globs {sorted(unmatched)}; there are {len(names)}, such as {some}")
     return chosen
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Of the base and of every group's overrides."""
+    for fields in (vars(optimizer), *(overrides for _, overrides in optimizer.groups)):
+        for name, value in fields.items():
+            if name == "betas":
+                good = len(value) == 2 and all(0 <= beta < 1 for beta in value)
+            elif name in ("lr", "eps", "weight_decay", "momentum"):
+                good = callable(value) or value >= 0
+            else:
+                continue
+            if not good:
+                raise RunError(f"{type(optimizer).__name__}({name}={value!r}) is not possible")
 
 
 def rate(optimizer: Optimizer, step: int) -> float:

@@ -61,10 +61,6 @@ class ChunkTable:
     capacity: int
 
     @cached_property
-    def numel(self) -> int:
-        return sum(layer.numel for layer in self.layers)
-
-    @cached_property
     def padding(self) -> int:
         return sum(layer.padding for layer in self.layers)
 

@@ -90,3 +90,4 @@ class Worker:
                 gate._set()
                 return
             gate._set()
+            del job, gate  # while it waits, the thread keeps nothing alive

@@ -42,13 +42,13 @@ def parts(args: Any, kwargs: Any, count: int) -> Iterator[tuple[tuple[Any, ...],
         yield part_args, part_kwargs
 
 
-def to_device(args: Any, kwargs: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Inputs on the device; floating-point ones in the precision of the weights they meet."""
+def to_device(args: Any, kwargs: Any, device: torch.device, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """Inputs on the device; floating-point ones in `dtype`, the precision of the weights they meet, or as they are."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype)
+        return leaf.to(device, dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype)
 
     moved: tuple[Any, Any] = tree_map(move, (args, kwargs))
     return moved

@@ -12,15 +12,15 @@ from __future__ import annotations
 import gc
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._home import HOST
@@ -37,12 +37,14 @@ from scrimp.engine._caches import no_caches
 from scrimp.engine._evaluate import evaluate
 from scrimp.engine._fit import first_places
 from scrimp.engine._forward import Recompute, watch_layers
+from scrimp.engine._hooks import landing
 from scrimp.engine._judge import LossScale, judge
 from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._modes import warn_of_eval
 from scrimp.engine._planning import Planned, Planning
 from scrimp.engine._resident import Residents
-from scrimp.engine._settings import validate
+from scrimp.engine._running import running
+from scrimp.engine._settings import pick_device, validate
 from scrimp.engine._stand_ins import StandIns
 from scrimp.engine._state import iter_state, load_state, save_state
 from scrimp.engine._strays import Strays, StraysInBackward
@@ -50,7 +52,7 @@ from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_o
 from scrimp.engine._undo import Undo
 from scrimp.engine._updating import Updating, restore_all
 from scrimp.engine._weights import Source
-from scrimp.engine._world import agreed, join_world, ranks_here, share_buffers
+from scrimp.engine._world import agreed, join_world, least_of_all, ranks_here, share_buffers
 from scrimp.errors import FitError, MoveError, RunError
 from scrimp.layers import find_layers
 from scrimp.ledger import Books, Ledger
@@ -72,10 +74,11 @@ class Engine:
         accumulate: int = 1,
         recompute: str = "auto",
         loss: Callable[[Any], torch.Tensor] | None = None,
+        cast_inputs: bool = True,
         device: str | torch.device | None = None,
         chunk_numel: int = DEFAULT_CHUNK,
     ) -> None:
-        validate(precision, accumulate, recompute, clip_norm)
+        validate(model, optimizer, memory, precision, accumulate, recompute, clip_norm)
         self.model = model
         self.optimizer = optimizer or AdamW()
         self.precision = precision
@@ -83,16 +86,15 @@ class Engine:
         self.skip_nonfinite = skip_nonfinite
         self.accumulate = accumulate
         self.loss = loss
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.budget = resolve(memory or Memory(), self.device)
+        self.cast_inputs = cast_inputs  # floating-point tensors of a batch, to the precision of the weights
+        self.device = pick_device(device)
+        self.wire = join_world(self.device)
+        self.budget = least_of_all(self.wire, resolve(memory or Memory(), self.device))
         self.ledger = Books(device=Ledger(tier=str(self.device)))
         self.steps = 0
         self.skipped = 0
         self.norm: float | None = None  # of the last gradient, before clipping
         self.seconds = 0.0  # of the last step
-        self.wire = join_world(self.device)
         rates = agreed(self.wire, measure(self.device))
         table = table_of(model, find_layers(model), chunk_numel, self.wire.world, wide=precision != "fp32")
         here = ranks_here(self.wire)
@@ -117,12 +119,12 @@ class Engine:
             disk=self.budget.disk,
         )
         self.store.host_room_nbytes = self.budget.host_nbytes // here
-        self._meter: CpuMeter | CudaMeter
+        self.meter: CpuMeter | CudaMeter
         if self.device.type == "cuda":
-            self._meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
-            self.store.before_change = self._meter.before_change
+            self.meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
+            self.store.before_change = self.meter.before_change
         else:
-            self._meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
+            self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
         room = self.budget.device_nbytes if self.device.type == "cuda" else 0
         self.places = take_over(model, self.store, weights, room_nbytes=room)
         self.weights = dict(model.named_parameters(remove_duplicate=False))
@@ -131,14 +133,15 @@ class Engine:
         self.loss_scale = LossScale(dynamic=precision == "fp16")
         buffers = buffers_to(model, self.device)
         self.ledger.device.charge("buffers", buffers)
+        self.meter.begin()
         for tensor in [*(t for home in self.store.homes for t in home.tensors), *self.store.flats, *model.buffers()]:
-            self._meter.ignore(tensor)
+            self.meter.ignore(tensor)
         optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         staged = precision != "fp32" or clip_norm is not None
-        self.updating = Updating(self.store, optimizers, self._meter, staged=staged)
-        self.store.own = self._meter.ignore
+        self.updating = Updating(self.store, optimizers, self.meter, staged=staged)
+        self.store.own = self.meter.ignore
         self._undo = Undo(model, self.device)
-        self.residents = Residents(self.store, self._meter, self._retire)
+        self.residents = Residents(self.store, self.meter, self._retire)
         self.strays = Strays(self.residents)
         self._strays_again = StraysInBackward(self.residents)
         self.recompute = Recompute()
@@ -152,8 +155,8 @@ class Engine:
         self._traffic = astuple(self.store.traffic)  # at the start of the last step
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._land)  # type: ignore[no-untyped-call]
-        self._stand_ins = StandIns(model, self.weights)
+                parameter.register_post_accumulate_grad_hook(landing(weakref.ref(self)))  # type: ignore[no-untyped-call]
+        self.stand_ins = StandIns(model, self.weights)
 
     # The step.
 
@@ -163,6 +166,7 @@ class Engine:
         start = time.perf_counter()
         self.check_usable()
         warn_of_eval(self.model, self.steps)
+        self.updating.check_rates(self.steps)
         key = signature(args, kwargs)
         while True:
             try:
@@ -204,7 +208,7 @@ class Engine:
         self.steps += 1
         if self._traced:
             for tensor in self.planning.digest(plan, self._trace, self.residents.kept_nbytes, self.residents.timing.best):
-                self._meter.ignore(tensor)
+                self.meter.ignore(tensor)
         self.seconds = time.perf_counter() - start
         return loss
 
@@ -216,7 +220,7 @@ class Engine:
         self._traffic = astuple(self.store.traffic)
         try:
             share_buffers(self.wire, self.model)
-            with self.running(args, kwargs), no_caches(self.model):
+            with running(self, args, kwargs), no_caches(self.model):
                 self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
                 for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, self.accumulate)):
                     self._last_part = k == self.accumulate - 1
@@ -231,7 +235,7 @@ class Engine:
 
     def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self._part_landed: set[str] = set()
-        args, kwargs = to_device(args, kwargs, self.device, self.store.dtype)
+        args, kwargs = to_device(args, kwargs, self.device, self.input_dtype)
         looking = self.strays if self.strays.found or self.residents.tracing else nullcontext()
         again = self._strays_again if self._strays_again.layers or self.residents.tracing else nullcontext()
         with self.residents.saving(), looking:  # saving in backward too: the model may run parts of itself again
@@ -253,7 +257,7 @@ class Engine:
                 self._backward = False
         return value
 
-    def _land(self, parameter: torch.Tensor) -> None:
+    def land(self, parameter: torch.Tensor) -> None:
         layer, slot = self.places[id(parameter)]
         check_landing(slot.name, in_backward=self._backward, again=slot.name in self._part_landed)
         assert parameter.grad is not None
@@ -266,8 +270,9 @@ class Engine:
 
     def _retire(self, layer: int, slots: list[Slot]) -> None:
         """All of a layer's gradients of this micro-batch are there (or no more will come)."""
-        self.store.retire(layer, [(slot, slot.name not in self._landed) for slot in slots])
-        self._landed.update({slot.name: (layer, slot) for slot in slots})
+        landed = [(slot, slot.name not in self._landed) for slot in slots]
+        self._landed.update({slot.name: (layer, slot) for slot in slots})  # first: whatever happens, they must be undone
+        self.store.retire(layer, landed)
         early = self.residents.following and self._last_part and self.store.homes[layer].place == HOST
         if self.clip_norm is None and not self.skip_nonfinite and not self.loss_scale.dynamic and early:
             self._started.update(slot.name for slot in slots)
@@ -302,6 +307,10 @@ class Engine:
         """Forward without gradients, through the same residency; the model is in eval mode meanwhile."""
         self.check_usable()
         return evaluate(self, args, kwargs)
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self.store.dtype if self.cast_inputs else None
 
     def bound(self) -> Bound:
         """The least traffic and time of a step like the last one, beside what it took."""
@@ -342,7 +351,7 @@ class Engine:
         self.planning.homes_back()
         for layer in range(len(self.store.homes)):
             self.store.at_rest(layer)
-        self._meter.close()
+        self.meter.close()
 
     # Parts.
 
@@ -353,28 +362,11 @@ class Engine:
     def _named(self, error: MoveError) -> RunError:
         return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
 
-    @contextmanager
-    def running(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """The model may run: its weights are in it, and what it makes of a batch is metered."""
-        batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        with self._stand_ins.away(), self._meter:
-            self.residents.active = True
-            for tensor in batch:
-                self._meter.count(tensor, "buffers")
-            try:
-                yield
-            except torch.cuda.OutOfMemoryError as error:
-                raise FitError(f"step {self.steps}: {error}; the ledger has {self.ledger.snapshot()}") from error
-            finally:
-                self.residents.active = False
-                for tensor in batch:
-                    self._meter.forget(tensor)
-
     def _over_budget(self, perhaps: bool) -> None:
         self.residents.make_room()
         if not perhaps and self.ledger.total_nbytes > self.budget.device_nbytes:
             mode = self.planning.mode
-            raise does_not_fit(self.steps, self.ledger, self.budget.device_nbytes, self.model, self._meter, mode)
+            raise does_not_fit(self.steps, self.ledger, self.budget.device_nbytes, self.model, self.meter, mode)
 
     def _no_way_back(self) -> None:
         if self._started:

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map
 
 from scrimp.engine._batch import to_device
 from scrimp.engine._modes import all_eval
+from scrimp.engine._running import running
 from scrimp.errors import FitError
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ def evaluate(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     with all_eval(engine.model):
         while True:
             try:
-                with engine.running(args, kwargs), torch.no_grad(), engine.residents.aside(), engine.strays:
-                    here, there = to_device(args, kwargs, engine.device, engine.store.dtype)
+                with running(engine, args, kwargs), torch.no_grad(), engine.residents.aside(), engine.strays:
+                    here, there = to_device(args, kwargs, engine.device, engine.input_dtype)
                     return tree_map(engine.residents.kept, engine.model(*here, **there))
             except FitError as error:
                 reason = FitError(*error.args)

@@ -43,6 +43,11 @@ def watch_layers(model: nn.Module, residents: Residents, recompute: Recompute) -
     recompute.recomputable = frozenset(wholes)
 
 
+def is_taken(model: nn.Module) -> bool:
+    """Whether an engine stands between this model's layers already."""
+    return any(isinstance(module.__dict__.get("forward"), _Forward) for module in model.modules())
+
+
 class _Forward:
     def __init__(self, module: nn.Module, layer: int, residents: Residents, recompute: Recompute) -> None:
         self.forward: Callable[..., Any] = module.forward

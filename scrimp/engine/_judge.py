@@ -67,7 +67,7 @@ def judge(
         parts = [norm(gradient) for gradient in store.gradients_of(layer, slot)]
         if store.wire.world > 1:
             parts = [sum((part.cpu() * part.cpu() for part in parts), start=torch.zeros(()))]
-        rows.append(parts[0])
+        rows.append(parts[0] if parts else torch.zeros(()))  # of a parameter without elements
     if not rows:
         return Verdict()
     norms = _on_host(rows)

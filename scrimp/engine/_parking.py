@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from scrimp.chunks._arena import arena
 from scrimp.chunks._cuda_meter import CudaMeter
+from scrimp.chunks._lanes import Event
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._store import Store
 from scrimp.errors import FitError
@@ -24,14 +25,15 @@ class Parked:
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self._store = store
         self._meter = meter
-        self._away: dict[int, tuple[torch.Tensor, torch.Size]] = {}
+        self._away: dict[int, tuple[torch.Tensor, torch.Size, Event]] = {}
         self.used = False
 
     def bring(self) -> tuple[Any, Any]:
         """Arguments and keywords, on the device."""
         self.used = True
-        for k, (there, shape) in self._away.items():
+        for k, (there, shape, parked) in self._away.items():
             here = torch.empty(shape, dtype=there.dtype, device=self._store.device)
+            self._store.lanes.wait(parked)  # the way up waits for what is computed, and so for the way down
             self._store.lanes.wait(self._store.lanes.up(here, there.view(shape)))
             self._store.traffic.up_nbytes += there.nbytes
             self._leaves[k] = here.requires_grad_()
@@ -44,11 +46,11 @@ class Parked:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point():
                 there = self._host(leaf)
                 source = leaf.detach()
-                self._store.lanes.down(there.view(leaf.shape), source)
+                parked = self._store.lanes.down(there.view(leaf.shape), source)
                 if source.is_cuda:
                     source.record_stream(self._store.lanes.downward)
                 self._store.traffic.down_nbytes += there.nbytes
-                self._away[k] = (there, leaf.shape)
+                self._away[k] = (there, leaf.shape, parked)
                 self._leaves[k] = None
 
     def _host(self, leaf: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from scrimp.engine._updating import UPDATE_NBYTES
 from scrimp.engine._world import agreed
 from scrimp.errors import FitError
 
+MOST_PLANS, MOST_SIZES = 64, 255
 MOST_REPLANS = 3  # a model that asks in another order every step is not planned for any more
 
 
@@ -50,18 +51,19 @@ class Planning:
         self.stage_nbytes = 0  # what an update on the device needs besides
         self.current: Planned | None = None
         self._updates, self._best_update = 0, 0.0
-        self._plans: dict[object, Planned] = {}
+        self._plans: dict[Signature | bytes, Planned] = {}
         self._homes: frozenset[int] | None = None  # None: not chosen yet
 
     def prepare(self, signature: Signature) -> Planned:
         """The plan for a batch, perhaps empty; recomputation is set as it says."""
         key = self._key(signature)
         plan = self._plans.get(key)
-        if plan is None and self.store.wire.world == 1:
-            larger = [other for other, known in self._plans.items() if known.choice and covers(other, signature)]  # type: ignore[arg-type]
-            if larger:
-                plan = self._plans[larger[0]]
+        if plan is None and isinstance(key, tuple):
+            known = [(other, found) for other, found in self._plans.items() if isinstance(other, tuple) and found.choice]
+            plan = next((found for other, found in known if covers(other, key)), None)
         if plan is None:
+            while len(self._plans) >= MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
             plan = self._plans[key] = Planned(kept=frozenset() if self.mode == "all" else None)
         everything = self.recompute.recomputable
         if self.mode == "none":
@@ -189,9 +191,16 @@ class Planning:
         most = wire.every(torch.tensor([moment.room_nbytes for moment in trace])).amax(0).tolist()
         return [Moment(**{**moment.__dict__, "room_nbytes": most[k]}) for k, moment in enumerate(trace)]
 
-    def _key(self, signature: Signature) -> object:
+    def _key(self, signature: Signature) -> Signature | bytes:
+        """The same on all ranks: the largest of every size, if their batches are alike in kind."""
         wire = self.store.wire
         if wire.world == 1:
             return signature
-        digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
-        return bytes(wire.every(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).flatten().tolist())
+        kinds = repr([(dtype, len(shape)) for dtype, shape in signature])
+        digest = int.from_bytes(hashlib.blake2b(kinds.encode(), digest_size=7).digest(), "big")
+        sizes = [size for _, shape in signature for size in shape][:MOST_SIZES]
+        rows = wire.every(torch.tensor([digest, *sizes, *[0] * (MOST_SIZES - len(sizes))]))
+        if not bool((rows[:, 0] == digest).all()) or len(sizes) == MOST_SIZES:
+            return rows.numpy().tobytes()
+        largest = iter(rows.amax(0).tolist()[1:])
+        return tuple((dtype, tuple(next(largest) for _ in shape)) for dtype, shape in signature)

@@ -240,8 +240,11 @@ class Residents:
         self.store.ledger.moment = f"in step {self.step}, {phase} {self.place()}"
 
     def make_room(self) -> None:
-        """Let go of everything that nobody is using."""
+        """Let go of everything that nobody is using. Not among ranks that follow a schedule: what one of them dropped alone
+        it would have to gather again alone."""
         self._let_go(())
+        if self._schedule is not None and self.store.wire.world > 1:
+            return
         for other, resident in enumerate(self.store.resident):
             if resident and other not in self._current and other not in self._landed:
                 self.store.drop(other)
@@ -294,14 +297,20 @@ class Residents:
         layer = self.layer_of(tensor)
         if layer is None:
             self.meter.mark_saved(tensor)
-            return tensor.detach()  # an output that is saved with its graph would be a cycle, and outlive a failed step
+            # Detached: an output that is saved with its graph would be a cycle, and outlive a failed step.
+            return tensor.detach(), tensor._version
         return Handle(layer=layer, size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):
             self.touch(packed.layer)
             return self.store.flats[packed.layer].as_strided(packed.size, packed.stride, packed.offset)
-        tensor: torch.Tensor = packed
+        tensor: torch.Tensor = packed[0]
+        if tensor._version != packed[1]:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace operation: it is at "
+                f"version {tensor._version}, and version {packed[1]} was saved"
+            )
         return tensor
 
     # Recording.

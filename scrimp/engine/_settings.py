@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
+from torch import nn
+
+from scrimp.chunks._optim import SGD, AdamW, Optimizer
+from scrimp.engine._forward import is_taken
+from scrimp.engine._memory import Memory
 from scrimp.errors import RunError
 
 
-def validate(precision: str, accumulate: int, recompute: str, clip_norm: float | None) -> None:
+def validate(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    memory: Memory | None,
+    precision: str,
+    accumulate: int,
+    recompute: str,
+    clip_norm: float | None,
+) -> None:
+    if is_taken(model):
+        raise RunError("another engine has taken this model over; build a new model, and load what was saved into its engine")
+    if optimizer is not None and not isinstance(optimizer, (AdamW, SGD)):
+        raise RunError(
+            f"optimizer is a {type(optimizer).__name__}; give scrimp.AdamW(...) or scrimp.SGD(...), which are plain data"
+        )
+    if memory is not None and not isinstance(memory, Memory):
+        raise RunError(f"memory={memory!r}: give scrimp.Memory(device=..., host=..., disk=...)")
     if precision not in ("bf16", "fp16", "fp32"):
         raise RunError(f"precision {precision!r} is not one of 'bf16', 'fp16', 'fp32'")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -14,3 +38,21 @@ def validate(precision: str, accumulate: int, recompute: str, clip_norm: float |
         raise RunError(f"recompute={recompute!r} is not one of 'auto', 'none', 'all'")
     if clip_norm is not None and not clip_norm > 0:
         raise RunError(f"clip_norm={clip_norm!r} must be more than 0")
+
+
+def pick_device(asked: str | torch.device | None) -> torch.device:
+    """The one asked for; else this rank's GPU, where there are any; else the CPU."""
+    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise RunError(f"device {str(device)!r} is neither 'cuda' nor 'cpu'")
+    if not torch.cuda.is_available():
+        raise RunError(
+            f"device {str(device)!r} was asked for, and torch {torch.__version__} finds no CUDA device; `scrimp doctor` says more"
+        )
+    if device.index is None:
+        local = int(os.environ.get("LOCAL_RANK", -1))
+        device = torch.device("cuda", local if 0 <= local < torch.cuda.device_count() else torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device

@@ -16,7 +16,7 @@ from torch import nn
 
 from scrimp.errors import RunError
 
-ANEW = "make the Engine anew after such a change: engine.save(folder), Engine(model, ...), engine.load(folder)"
+ANEW = "after such a change build a new model and Engine: engine.save(folder), Engine(new_model, ...), engine.load(folder)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class _Seat:
     name: str
     weight: nn.Parameter
     stand_in: nn.Parameter
+    version: int
 
 
 class StandIns:
@@ -45,7 +46,14 @@ class StandIns:
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
             self._seats.append(
-                _Seat(module=module, attribute=attribute, name=name, weight=weight, stand_in=stand_ins[id(weight)])
+                _Seat(
+                    module=module,
+                    attribute=attribute,
+                    name=name,
+                    weight=weight,
+                    stand_in=stand_ins[id(weight)],
+                    version=stand_ins[id(weight)]._version,
+                )
             )
         model.register_forward_pre_hook(self._called)
         model.register_state_dict_pre_hook(self._asked)  # type: ignore[no-untyped-call]
@@ -79,6 +87,11 @@ class StandIns:
             now = seat.module._parameters.get(seat.attribute)
             if now is not seat.stand_in:
                 raise RunError(f"parameter {seat.name} was replaced or removed after Engine took the model over; {ANEW}")
+            if now._version != seat.version:
+                raise RunError(
+                    f"{seat.name} was changed in place between steps: only stand-ins are in the model then, so nothing came "
+                    "of it; take engine.state_dict(), change that, and give it to a new Engine(new_model, weights=...)"
+                )
             if now.requires_grad != seat.weight.requires_grad:
                 raise RunError(
                     f"requires_grad of {seat.name} is {now.requires_grad}, it was {seat.weight.requires_grad} when Engine took "

@@ -7,20 +7,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from scrimp.checkpoint import load, save
 from scrimp.chunks._table import Slot
+from scrimp.engine._match import persistent_buffers
 from scrimp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
 
 
+def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, _, _, buffer in persistent_buffers(model)}
+
+
 def iter_state(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     engine.check_usable()
     for name, parameter in engine.weights.items():
         yield name, _full(engine, *engine.places[id(parameter)])
-    for name, buffer in engine.model.named_buffers():
+    for name, buffer in persistent(engine.model).items():
         here = buffer.detach().cpu().clone()
         # Rank 0's, as DDP has it: running statistics differ between a forward and the next. Flags cannot be summed.
         bits = here.view(torch.uint8) if here.dtype == torch.bool else here
@@ -49,7 +55,7 @@ def save_state(engine: Engine, folder: str | Path) -> None:
         counts=engine.counts,
         loss_scale=(engine.loss_scale.value, engine.loss_scale.good),
         rng=random,
-        buffers=dict(engine.model.named_buffers()),
+        buffers=persistent(engine.model),
     )
 
 
@@ -69,9 +75,12 @@ def load_state(engine: Engine, folder: str | Path) -> None:
     engine.steps, engine.skipped = manifest.steps, manifest.skipped
     engine.loss_scale.value, engine.loss_scale.good = manifest.loss_scale
     engine.counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}
-    for name, buffer in engine.model.named_buffers():
-        if name in buffers:
+    for name, buffer in persistent(engine.model).items():
+        if name in buffers and buffers[name].shape == buffer.shape:
             buffer.copy_(buffers[name])
+        elif name in buffers:
+            engine.broken = f"buffer {name} has the shape {tuple(buffer.shape)}, {tuple(buffers[name].shape)} was saved"
+            raise CheckpointError(f"{folder}: {engine.broken}")
     if random:
         torch.set_rng_state(random["cpu"])
         if "cuda" in random and engine.device.type == "cuda":

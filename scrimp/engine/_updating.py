@@ -11,11 +11,12 @@ import torch
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._home import DEVICE, HOST, Opened
 from scrimp.chunks._meter import CpuMeter
-from scrimp.chunks._optim import Optimizer
+from scrimp.chunks._optim import Optimizer, rate
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._update import Updater, stage_numel
 from scrimp.chunks._worker import Worker
+from scrimp.errors import RunError
 
 LAST = 1 << 30  # after all layers
 UPDATE_NBYTES = 28  # read and written per parameter: gradient, master, two moments, weight
@@ -99,6 +100,13 @@ class Updating:
         for slot, number in zip(slots, numbers, strict=True):
             for piece in data.pieces(slot):
                 updater.apply(self.optimizers[slot.name], step, number, piece, scale, own_master=data.own_master)
+
+    def check_rates(self, step: int) -> None:
+        """Ask for the learning rates before anything has happened, in case asking fails."""
+        for optimizer in {id(optimizer): optimizer for optimizer in self.optimizers.values()}.values():
+            value = rate(optimizer, step)
+            if not 0 <= value < float("inf"):
+                raise RunError(f"the learning rate of step {step} is {value!r}")
 
     def numbers(self, slots: list[Slot], counts: dict[str, int]) -> list[int]:
         """How often each was updated, this time included."""

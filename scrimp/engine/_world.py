@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import nn
 
 from scrimp.chunks._classes import Rates
 from scrimp.chunks._wire import Wire
+from scrimp.engine._memory import Budget
 
 
 def join_world(device: torch.device) -> Wire:
@@ -29,6 +30,13 @@ def join_world(device: torch.device) -> Wire:
 def agreed(wire: Wire, rates: Rates) -> Rates:
     """Rank 0's: what is chosen by them must be the same everywhere."""
     return Rates(**dict(zip(asdict(rates), wire.from_first(torch.tensor([*asdict(rates).values()])).tolist(), strict=True)))
+
+
+def least_of_all(wire: Wire, budget: Budget) -> Budget:
+    """Every rank plans for the smallest budget: they must all do the same."""
+    mine = torch.tensor([budget.device_nbytes, budget.plan_nbytes, budget.host_nbytes])
+    device, plan, host = wire.every(mine).amin(0).tolist()
+    return replace(budget, device_nbytes=device, plan_nbytes=plan, host_nbytes=host)
 
 
 def ranks_here(wire: Wire) -> int:

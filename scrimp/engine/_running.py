@@ -1,0 +1,32 @@
+"""While the model runs: its weights are in it, and what it makes of a batch is metered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from scrimp.errors import FitError
+
+if TYPE_CHECKING:
+    from scrimp.engine._engine import Engine
+
+
+@contextmanager
+def running(engine: Engine, args: Any, kwargs: Any) -> Iterator[None]:
+    batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    with engine.stand_ins.away(), engine.meter:
+        engine.residents.active = True
+        for tensor in batch:
+            engine.meter.lend(tensor)
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            raise FitError(f"step {engine.steps}: {error}; the ledger has {engine.ledger.snapshot()}") from error
+        finally:
+            engine.residents.active = False
+            for tensor in batch:
+                engine.meter.forget(tensor)
