@@ -21,6 +21,7 @@ import torch
 from scrimp import chunked_cross_entropy, zoo
 from scrimp.chunks._optim import AdamW
 from scrimp.engine import Engine, Memory
+from scrimp.errors import FitError
 from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
 from tests import engine_jobs, jobs
 from tests.reference import train_16
@@ -186,6 +187,62 @@ def test_layers_larger_than_tiles_and_chunks(cap: str, tmp_path: Path) -> None:
     assert places == {"device" if cap == "40GiB" else "host"}
     print(losses, differing(state, want))
     assert worst_ulp(state, want) <= 1
+
+
+class Wide(torch.nn.Module):
+    """Little to compute, much to park."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.LayerNorm(1024), torch.nn.Linear(1024, 1024)) for _ in range(8)
+        )
+        self.extra = 0  # MiB that the forward takes and gives back
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.extra:
+            torch.empty(self.extra << 20, dtype=torch.uint8, device=x.device)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.float().square().mean()
+
+
+def test_parked_inputs_are_there_when_they_are_needed() -> None:
+    torch.manual_seed(0)
+    model = Wide()
+    batches = [(torch.randn(32768, 1024),) for _ in range(5)]  # never the same twice: old values would not do
+
+    def losses(parked: bool) -> list[float]:
+        engine = Engine(copy.deepcopy(model), optimizer=AdamW(lr=1e-3), memory=Memory(device="8GiB"), recompute="all")
+        prepare = engine.planning.prepare
+
+        def parking(signature: Any) -> Any:
+            plan = prepare(signature)
+            engine.recompute.parked = parked
+            return plan
+
+        engine.planning.prepare = parking
+        engine.planning._homes = frozenset()
+        try:
+            return [float(engine.step(*batch)) for batch in batches]
+        finally:
+            engine.close()
+
+    assert losses(parked=True) == losses(parked=False)
+
+
+def test_the_cap_holds_for_a_model_that_was_on_the_gpu_and_after_other_engines() -> None:
+    model = Wide().cuda()
+    for _ in range(2):
+        engine = Engine(copy.deepcopy(model), memory=Memory(device="1GiB"), recompute="all")
+        try:
+            engine.step(torch.randn(64, 1024))
+            engine.model.extra = 2048
+            with pytest.raises(FitError, match="out of memory"):
+                engine.step(torch.randn(64, 1024))
+        finally:
+            engine.close()
+        torch.empty(4 << 30, dtype=torch.uint8, device="cuda")  # stays in the allocator's cache
 
 
 def test_two_ranks_over_nccl() -> None:
