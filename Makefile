@@ -11,13 +11,14 @@ BENCH_READY := $(VENV)/.bench-ready
 # Ranks are processes here: one thread each, or 8 of them fight over the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-full test-gpu lint bench-move clean
+.PHONY: help demo test test-full test-gpu lint bench-move bench-gpu clean
 
 help:
 	@echo "make demo        training within a budget, killed and resumed, on this machine, in a minute"
 	@echo "make test        lint, types, layering and a fixed sample of the tests"
 	@echo "make test-full   all tests, and more examples of every property"
 	@echo "make test-gpu    the tests that need a CUDA device"
+	@echo "make bench-gpu   training within a cap against PyTorch and DeepSpeed, on one GPU (minutes per section)"
 	@echo "make bench-move  moves against DTensor and XLA, in one run (about 10 minutes)"
 
 $(READY): pyproject.toml constraints.txt
@@ -53,6 +54,9 @@ test-gpu: $(READY)
 
 bench-move: $(BENCH_READY)
 	$(BIN)/python -m bench.move
+
+bench-gpu: $(READY)
+	$(BIN)/python -m bench.gpu
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -53,6 +53,11 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
     assert not wrong, f"{len(wrong)} of {len(want)} differ: {wrong[:5]}"
 
 
+def everything(engine: Engine) -> dict[str, torch.Tensor]:
+    """The state, and the buffers that a state dict leaves out."""
+    return {**dict(engine.model.named_buffers()), **engine.state_dict()}
+
+
 def run(engine: Engine, batches: tuple[Batch, ...]) -> list[float]:
     return [float(engine.step(*batch)) for batch in batches]
 

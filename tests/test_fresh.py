@@ -12,10 +12,11 @@ from torch import nn
 from scrimp import zoo
 from scrimp.engine import Engine, Memory
 from scrimp.errors import RunError
+from tests.test_engine import everything
 
 
 def state_of(model: nn.Module, **kwargs: Any) -> dict[str, torch.Tensor]:
-    return Engine(model, memory=Memory(device="1GiB"), device="cpu", **kwargs).state_dict()
+    return everything(Engine(model, memory=Memory(device="1GiB"), device="cpu", **kwargs))
 
 
 def on_meta(make: Any) -> nn.Module:

@@ -17,6 +17,7 @@ from scrimp.errors import RunError
 from scrimp.ext.ranks import pool
 from tests import hf_jobs as jobs
 from tests.reference import train_bf16, train_fp32
+from tests.test_engine import everything
 
 pytest.importorskip("transformers", reason="transformers is not installed (it is in the dev extra)")
 
@@ -109,7 +110,7 @@ def test_on_meta_with_the_weights_of_its_folder(name: str, sharded: bool, tmp_pa
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
     engine = engine_for(on_meta(name), weights=tmp_path)
-    assert_same(engine.state_dict(), {**model.state_dict(), **dict(model.named_buffers())})
+    assert_same(everything(engine), {**model.state_dict(), **dict(model.named_buffers())})
     assert run(engine, steps=2) == run(engine_for(copy.deepcopy(model)), steps=2)
 
 
@@ -122,7 +123,7 @@ def test_on_meta_without_weights_is_drawn_as_the_model_draws(name: str) -> None:
     engine = engine_for(on_meta(name))
     want = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     tied = {"transformer.wte.weight", "lm_head.weight"} if name == "gpt2" else set()  # drawn twice there, once here
-    got = engine.state_dict()
+    got = everything(engine)
     assert_same(got, {key: value for key, value in want.items() if key not in tied})
     for key in tied:
         assert float(got[key].std()) == pytest.approx(0.02, rel=0.1)
@@ -134,7 +135,7 @@ def test_a_block_alone_is_scaled_by_the_module_above_it() -> None:
     """Without a repeat the parts of a block are layers; GPT-2 draws `c_proj` anew in the module that holds it."""
     engine = engine_for(on_meta("gpt2", n_layer=1, n_embd=64, initializer_range=1.0))
     assert "transformer.h.0.mlp.c_proj" in {layer.path for layer in engine.store.table.layers}
-    state = engine.state_dict()
+    state = everything(engine)
     assert float(state["transformer.h.0.mlp.c_proj.weight"].std()) == pytest.approx(2**-0.5, rel=0.05)
     assert float(state["transformer.h.0.mlp.c_fc.weight"].std()) == pytest.approx(1.0, rel=0.05)
 

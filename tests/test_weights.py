@@ -19,6 +19,7 @@ from scrimp.engine import Engine, Memory
 from scrimp.errors import RunError
 from scrimp.ext.ranks import pool
 from tests import engine_jobs as jobs
+from tests.test_engine import everything
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,7 +72,7 @@ def test_the_weights_are_those_given(name: str, form: str, tmp_path: Path) -> No
         source = tmp_path / "model.safetensors.index.json" if form == "index" else tmp_path
     want = {**model.state_dict(), **dict(model.named_buffers())}
     for target in (on_meta(name), zoo.build(name)):
-        got = engine_for(target, weights=source).state_dict()
+        got = everything(engine_for(target, weights=source))
         assert {*got} == {*want}
         assert all(torch.equal(got[key], want[key]) for key in want)
 
