@@ -25,12 +25,18 @@ def does_not_fit(
     total, (nbytes, shape) = books.total_nbytes, meter.largest()
     hint = logits_hint(total, nbytes, shape, vocabs(model))
     return FitError(
-        f"step {step} needs {format_nbytes(total)} on the device, the budget is {format_nbytes(budget_nbytes)} "
+        f"step {step} needs {_exact(total, budget_nbytes)} on the device, the budget is {_exact(budget_nbytes, total)} "
         f"({books.snapshot()}). "
         + ("Use recompute='all' or a smaller batch" if mode == "none" else "Use a smaller batch")
         + ", more accumulate, or a larger Memory(device=...)"
         + (f"; {hint}" if hint else "")
     )
+
+
+def _exact(nbytes: int, other_nbytes: int) -> str:
+    """In bytes, where two sizes would read the same."""
+    short = format_nbytes(nbytes)
+    return f"{nbytes} bytes" if short == format_nbytes(other_nbytes) else short
 
 
 def check_loss(loss: torch.Tensor, model: nn.Module) -> None:
