@@ -59,7 +59,12 @@ from scrimp.ledger import Books, Ledger
 
 
 class Engine:
-    """Trains any eager module within a device budget. The model is taken over: its parameters live in the engine."""
+    """Trains any eager module within a device budget. The model is taken over: its parameters live in the engine.
+
+    `weights`: values for a model, perhaps on meta: a state dict, a .safetensors file, a Hugging Face folder. `precision`:
+    "bf16", "fp16" or "fp32", masters and states being fp32. `accumulate`: parts that a batch is split into. `recompute`:
+    "auto" (what must be), "none" or "all". `loss` makes the loss of what the model returns, if that has none.
+    """
 
     def __init__(
         self,
