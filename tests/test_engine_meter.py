@@ -3,6 +3,7 @@ record must never pass."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -38,7 +39,10 @@ CASES = [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL 
 
 
 def profiled(engine: Engine, batch: Batch, run: Callable[..., Any] | None = None) -> int:
-    """The most that was live in one step by the profiler, with what lived before it began."""
+    """The most that was live in one step by the profiler, with what lived before it began. Not while an update still runs
+    beside it, and not while an engine that is gone waits for the garbage collector: what they free began before."""
+    engine.wait()
+    gc.collect()
     before = engine.ledger.total_nbytes + sum(tensor.nbytes for tensor in batch)
     engine.ledger.reset_peak()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

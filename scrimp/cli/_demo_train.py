@@ -5,6 +5,7 @@ The profiler's memory events are a meter of their own: they come from torch's al
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -216,6 +217,8 @@ def _measured(engine: Engine, batch: Batch, seconds: float) -> tuple[torch.Tenso
     peak = engine.ledger.peak_nbytes
     engine.ledger.reset_peak()
     losses: list[torch.Tensor] = []
+    engine.wait()  # what an update beside the step frees began before the profiler
+    gc.collect()
     most = metered(lambda: losses.append(engine.step(*batch)))
     figures = Figures(
         budget_nbytes=engine.budget.device_nbytes,

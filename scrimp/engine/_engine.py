@@ -350,12 +350,16 @@ class Engine:
                 f"{self.broken}: some weights are new, some old, some gone; load the last checkpoint: engine.load(folder)"
             )
 
+    def wait(self) -> None:
+        """Until the updates that run beside the steps are done."""
+        for layer in range(len(self.store.homes)):
+            self.store.at_rest(layer)
+
     def close(self) -> None:
         """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state."""
         self.residents.abandon()
         self.planning.homes_back()
-        for layer in range(len(self.store.homes)):
-            self.store.at_rest(layer)
+        self.wait()
         self.meter.close()
 
     # Parts.
