@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from bench.gpu_contenders import CONTENDERS, Case
+from bench.machine import high_water_nbytes
 from scrimp.ledger import parse_nbytes
 
 WARM_UP, STEPS = 3, 5
@@ -44,13 +44,8 @@ def run(name: str, case: Case) -> dict[str, object]:
         "most_s": max(timed),
         "losses": [float(loss) for loss in losses],
         "reserved_nbytes": torch.cuda.max_memory_reserved() if cuda else 0,
-        "host_nbytes": _high_water_nbytes(),
+        "host_nbytes": high_water_nbytes(),
     }
-
-
-def _high_water_nbytes() -> int:
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(rows["VmHWM"].split()[0]) * 1024
 
 
 if __name__ == "__main__":

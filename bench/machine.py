@@ -81,3 +81,9 @@ def _output(*command: str) -> str:
     home = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
+
+
+def high_water_nbytes() -> int:
+    """The most memory that this process ever had. Not ru_maxrss, which may begin with the parent's figure."""
+    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(rows["VmHWM"].split()[0]) * 1024

@@ -9,24 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import permutations, product
-from typing import NamedTuple
 
+from scrimp.cli._demo_moves import A, B, C, Problem
 from scrimp.layout import Layout, Mesh
 
-A = Mesh({"x": 2, "y": 4})
-B = Mesh({"x": 2, "y": 2, "z": 2})
-C = Mesh({"x": 4, "y": 2})
 SHAPES = {2: (8192, 8192), 3: (1024, 1024, 1024)}  # by rank
 
 PAIR_SETS = {"A rank 2": (A, 2), "A rank 3": (A, 3), "B rank 2": (B, 2)}
-
-
-class Problem(NamedTuple):
-    id: str
-    mesh: Mesh
-    shape: tuple[int, ...]
-    src: str
-    dst: str
 
 
 def default_order_layouts(mesh: Mesh, rank: int) -> tuple[Layout, ...]:

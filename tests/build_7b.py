@@ -6,19 +6,14 @@ from __future__ import annotations
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 
 import scrimp
+from bench.machine import high_water_nbytes
 from scrimp import zoo
 
 SHAPE = {"dim": 4096, "heads": 32, "layers": 32, "vocab": 50304, "seq": 1024}
-
-
-def high_water_nbytes() -> int:
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(rows["VmHWM"].split()[0]) * 1024
 
 
 def main(cap: str = "24GiB") -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import init_device_mesh
 
+from scrimp.cli._demo_train import most_live
 from scrimp.cluster import Cluster
 from scrimp.errors import MoveError
 from scrimp.layout import Layout, Mesh
@@ -126,15 +127,6 @@ def in_rounds(donate: bool) -> tuple[bool, int, int, int]:
         out = program.run(local.clone(), donate=donate)
     promise = 2 * program.cap_numel * 4 + stage_nbytes(program) + (0 if donate else local.nbytes)
     return torch.equal(out, tile_of(full, dst, mesh, rank)), overload(program, rank), most_live(profile), promise
-
-
-def most_live(profile: torch.profiler.profile) -> int:
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 def on_device_mesh(shape: tuple[int, ...], src: str, dst: str, ranks: list[list[int]]) -> str | None:

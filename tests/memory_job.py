@@ -4,23 +4,16 @@ The peak is the kernel's own figure; that of getrusage would begin with the pare
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from bench.machine import high_water_nbytes
 from scrimp import zoo
 from scrimp.engine import Engine, Memory
 
 OVERRIDES = {"layers": 24}  # 209 M parameters
-
-
-def peak_nbytes() -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def write(path: str) -> None:
@@ -31,9 +24,9 @@ def write(path: str) -> None:
 def read(path: str) -> None:
     with torch.device("meta"):
         model = zoo.build("gpt-125m", **OVERRIDES)
-    before = peak_nbytes()
+    before = high_water_nbytes()
     engine = Engine(model, weights=path, memory=Memory(device="4GiB"), device="cpu", precision="bf16")
-    rise = peak_nbytes() - before
+    rise = high_water_nbytes() - before
     print(sum(parameter.numel() for parameter in model.parameters()), engine.store.host_nbytes(), rise)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -141,14 +142,11 @@ class Store:
         self.at_rest(layer)
         home = self.homes[layer]
         staged = self._read(home, layer, read) if home.file is not None else None
-        own_master = self.dtype_of(layer) == torch.float32
+        data = self.direct(layer)
         if staged is not None:
+            own_master = self.dtype_of(layer) == torch.float32
             master, states = (home.weights, staged) if own_master else (staged[0], staged[1:])
-        else:
-            master, states = home.weights if home.master is None else home.master, home.states
-        data = Opened(
-            layer=layer, shards=self.shards, weights=home.weights, gradients=home.gradients, master=master, states=states
-        )
+            data = replace(data, master=master, states=states)
         self._opened[layer] = data
         try:
             yield data
@@ -187,16 +185,15 @@ class Store:
 
     def landed_home(self, layer: int) -> None:
         """The host may read the gradients that came down; asked by who updates them, or by who waits for that."""
-        for event in self._coming_home.pop(layer, []):
-            if event is not None:
-                event.synchronize()
+        for event in self.take_coming_home(layer):
+            event.synchronize()
 
     def take_coming_home(self, layer: int) -> list[torch.cuda.Event]:
         """The copies down, for who will wait for them elsewhere."""
         return [event for event in self._coming_home.pop(layer, []) if event is not None]
 
     def direct(self, layer: int) -> Opened:
-        """The data of a layer whose home is the host, for who updates it."""
+        """A layer's data where its home has it, without waiting: for who updates it."""
         home = self.homes[layer]
         master = home.weights if home.master is None else home.master
         return Opened(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -129,6 +130,11 @@ def metered(work: Callable[[], object]) -> int:
     """The most that was live of what `work` allocated, by the profiler's memory events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
+    return most_live(seen)
+
+
+def most_live(seen: Any) -> int:
+    """Of a profile with memory events."""
     live = peak = 0
     for event in seen.profiler.kineto_results.events():
         if event.name() == "[memory]":

@@ -96,8 +96,7 @@ class Engine:
         self.wire = join_world(self.device)
         self.budget = least_of_all(self.wire, resolve(memory or Memory(), self.device))
         self.ledger = Books(device=Ledger(tier=str(self.device)))
-        self.steps = 0
-        self.skipped = 0
+        self.steps, self.skipped = 0, 0
         self.norm: float | None = None  # of the last gradient, before clipping
         self.seconds = 0.0  # of the last step
         rates = agreed(self.wire, measure(self.device))
@@ -142,8 +141,7 @@ class Engine:
         for tensor in [*(t for home in self.store.homes for t in home.tensors), *self.store.flats, *model.buffers()]:
             self.meter.ignore(tensor)
         optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
-        staged = precision != "fp32" or clip_norm is not None
-        self.updating = Updating(self.store, optimizers, self.meter, staged=staged)
+        self.updating = Updating(self.store, optimizers, self.meter, staged=precision != "fp32" or clip_norm is not None)
         self.store.own = self.meter.ignore
         self._undo = Undo(model, self.device)
         self.residents = Residents(self.store, self.meter, self._retire)
@@ -191,8 +189,7 @@ class Engine:
                 self._abandon()
                 self._undo.back()
                 raise
-            if self._started:
-                self._no_way_back()
+            if self._no_way_back():
                 raise reason
             self._abandon()
             self._undo.back()
@@ -205,8 +202,7 @@ class Engine:
                 self.updating.run(rest, self.steps, self.counts, self._scale)
             else:
                 self.skipped += 1
-                for layer, slot in self._landed.values():
-                    self.store.restore(layer, slot)
+                restore_all(self.store, self._landed.values())
         except BaseException as error:
             self.broken = f"step {self.steps} failed in its update ({type(error).__name__}: {error})"
             raise
@@ -278,19 +274,23 @@ class Engine:
         landed = [(slot, slot.name not in self._landed) for slot in slots]
         self._landed.update({slot.name: (layer, slot) for slot in slots})  # first: whatever happens, they must be undone
         self.store.retire(layer, landed)
-        early = self.residents.following and self._last_part and self.store.homes[layer].place == HOST
-        if self.clip_norm is None and not self.skip_nonfinite and not self.loss_scale.dynamic and early:
+        if self._must_judge:
+            if self.wire.world == 1 and self.accumulate == 1 and not self.store.anchored(layer):
+                self._norms.update({slot.name: norm(self.store.device_view(layer, slot)) for slot in slots})
+        elif self.residents.following and self._last_part and self.store.homes[layer].place == HOST:
             self._started.update(slot.name for slot in slots)
             self.updating.start(layer, slots, self.updating.numbers(slots, self.counts), self.steps, None)
-        elif self.wire.world == 1 and self.accumulate == 1 and not self.store.anchored(layer):
-            self._norms.update({slot.name: norm(self.store.device_view(layer, slot)) for slot in slots})
+
+    @property
+    def _must_judge(self) -> bool:
+        """No update before all gradients were looked at."""
+        return self.skip_nonfinite or self.loss_scale.dynamic or self.clip_norm is not None
 
     def _judged(self) -> bool:
         """Whether to update: finite gradients, if that was asked for; sets the scale that clips the norm."""
         self._scale: torch.Tensor | None = None
         self.residents.timing.end()
-        must_be_finite = self.skip_nonfinite or self.loss_scale.dynamic
-        if not must_be_finite and self.clip_norm is None:
+        if not self._must_judge:
             return True
         try:
             verdict = judge(self.store, self._in_order(), self._norms, clip=self.clip_norm, loss_scale=self.loss_scale.value)
@@ -299,7 +299,7 @@ class Engine:
         finally:
             self._norms.clear()
         self.loss_scale.saw(finite=verdict.bad is None)
-        if verdict.bad is not None and must_be_finite:
+        if verdict.bad is not None and (self.skip_nonfinite or self.loss_scale.dynamic):
             if not self.loss_scale.dynamic:
                 warnings.warn(f"step {self.steps}: gradient of {verdict.bad} is not finite; the update is skipped", stacklevel=3)
             return False
@@ -377,9 +377,10 @@ class Engine:
             mode = self.planning.mode
             raise does_not_fit(self.steps, self.ledger, self.budget.device_nbytes, self.model, self.meter, mode)
 
-    def _no_way_back(self) -> None:
+    def _no_way_back(self) -> bool:
         if self._started:
             self.broken = f"step {self.steps} failed when some layers had been updated"
+        return bool(self._started)
 
     def _abandon(self) -> None:
         """Undo a step that failed before the update: weights again where gradients stood."""

@@ -116,14 +116,9 @@ class Planning:
         if plan.kept is None or not plan.costs:
             plan.costs = self._costs(kept_nbytes, seconds)
         trace = self._largest(trace)
-        moments = [
-            Moment(needs=m.needs, room_nbytes=self.room_nbytes - m.room_nbytes, ends=m.ends, empty=m.empty, label=m.label)
-            for m in trace
-        ]
-        again = self.recompute.again
-        plan.again = again
-        first = plan.kept is None
-        may_keep = first and self.mode == "auto"
+        moments = [replace(moment, room_nbytes=self.room_nbytes - moment.room_nbytes) for moment in trace]
+        again = plan.again = self.recompute.again
+        may_keep = plan.kept is None and self.mode == "auto"
         costs = [self._restricted(k, cost, again if may_keep else frozenset()) for k, cost in enumerate(plan.costs)]
         self.rates = agreed(self.store.wire, self.rates)
         update_room = self.room_nbytes - self.stage_nbytes
@@ -144,7 +139,7 @@ class Planning:
     def _restricted(self, layer: int, cost: LayerCost, may_keep: frozenset[int]) -> LayerCost:
         """Once homes are chosen, other batches may only bring some back."""
         movable = cost.movable and (self._homes is None or layer in self._homes)
-        return LayerCost(**{**cost.__dict__, "movable": movable, "recomputable": layer in may_keep})
+        return replace(cost, movable=movable, recomputable=layer in may_keep)
 
     def _move_homes(self, plan: Planned, device: frozenset[int]) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
@@ -189,7 +184,7 @@ class Planning:
         if wire.world == 1:
             return trace
         most = wire.every(torch.tensor([moment.room_nbytes for moment in trace])).amax(0).tolist()
-        return [Moment(**{**moment.__dict__, "room_nbytes": most[k]}) for k, moment in enumerate(trace)]
+        return [replace(moment, room_nbytes=most[k]) for k, moment in enumerate(trace)]
 
     def _key(self, signature: Signature) -> Signature | bytes:
         """The same on all ranks: the largest of every size, if their batches are alike in kind."""

@@ -103,7 +103,7 @@ class Updating:
 
     def check_rates(self, step: int) -> None:
         """Ask for the learning rates before anything has happened, in case asking fails."""
-        for optimizer in {id(optimizer): optimizer for optimizer in self.optimizers.values()}.values():
+        for optimizer in {id(optimizer.lr): optimizer for optimizer in self.optimizers.values()}.values():
             value = rate(optimizer, step)
             if not 0 <= value < float("inf"):
                 raise RunError(f"the learning rate of step {step} is {value!r}")
