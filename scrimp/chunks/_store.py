@@ -24,7 +24,7 @@ from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened, sizes
 from scrimp.chunks._lanes import Event, Lanes, Traffic
 from scrimp.chunks._shards import Shards
 from scrimp.chunks._spill import SpillFile
-from scrimp.chunks._table import ChunkTable, Slot
+from scrimp.chunks._table import ChunkTable, Slot, runs_of, strides
 from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Gate
 from scrimp.ledger import Books
@@ -276,7 +276,7 @@ class Store:
     # Layers on the device.
 
     def device_view(self, layer: int, slot: Slot) -> torch.Tensor:
-        return self.flats[layer].as_strided(slot.shape, _strides(slot.shape), slot.start)
+        return self.flats[layer].as_strided(slot.shape, strides(slot.shape), slot.start)
 
     def open(self, layer: int) -> None:
         """Room for a layer on the device, with nothing in it."""
@@ -358,14 +358,15 @@ class Store:
             return
         home = self.homes[layer]
         events: list[Event] = []
+        runs = runs_of(landed)
         for (start, stop), shard in zip(self.table.chunks(layer), self.shards.chunks(layer), strict=True):
-            if not any(slot.start < stop and slot.stop > start for slot, _ in landed):
+            if not any(begin < stop and end > start for begin, end, _ in runs):
                 continue
             mine = self.wire.reduce(self.flats[layer][start:stop])
             offset = start + self.wire.rank * mine.numel()  # where my shard begins in the layer
             into = (home.weights if home.gradients is None else home.gradients)[shard.start :]
-            for slot, first in landed:
-                begin, end = max(slot.start, offset), min(slot.stop, offset + mine.numel())
+            for run_start, run_stop, first in runs:
+                begin, end = max(run_start, offset), min(run_stop, offset + mine.numel())
                 if begin >= end:
                     continue
                 target, source = into[begin - offset : end - offset], mine[begin - offset : end - offset]
@@ -386,11 +387,3 @@ class Store:
 
     def _padding_nbytes(self, layer: int) -> int:
         return self.table.layers[layer].padding * self.dtype_of(layer).itemsize
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

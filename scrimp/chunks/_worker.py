@@ -1,17 +1,28 @@
 """One thread that does the host's part of training beside the step: updates of layers, and what waits for them.
 
-Jobs have a rank, the lowest first, so that the layers needed first are done first. Each job opens a gate. If a job fails,
-every gate opens and every wait raises its error: nothing ever hangs on a thread that is gone.
+Jobs have a rank: of those whose data is there the lowest first, so that the layers needed first are done first, and no job
+waits for data while another could run. Each job opens a gate. If a job fails, every gate opens and every wait raises its
+error: nothing ever hangs on a thread that is gone.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from scrimp.errors import RunError
+
+
+class Awaited(Protocol):
+    """Something that happens once, as a CUDA event does."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
 
 
 class Gate:
@@ -30,27 +41,47 @@ class Gate:
             self._open.wait()
         self._worker.check()
 
+    def query(self) -> bool:
+        return self.open
+
+    def synchronize(self) -> None:
+        self.wait()
+
     def _set(self) -> None:
         self._open.set()
+
+
+@dataclass(frozen=True, order=True)
+class _Job:
+    rank: int
+    number: int  # in the order of submission
+    run: Callable[[], None] = field(compare=False)
+    after: Sequence[Awaited] = field(compare=False)
+    gate: Gate = field(compare=False)
+
+    @property
+    def ready(self) -> bool:
+        return all(awaited.query() for awaited in self.after)
 
 
 class Worker:
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: list[tuple[int, int, Callable[[], None], Gate]] = []
+        self._jobs: list[_Job] = []  # by rank
         self._count = itertools.count()
         self._ready = threading.Condition()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, rank: int, job: Callable[[], None]) -> Gate:
+    def submit(self, rank: int, job: Callable[[], None], after: Sequence[Awaited] = ()) -> Gate:
+        """`after`: what must have happened before; things that jobs wait for happen in the order of submission."""
         gate = Gate(self)
         with self._ready:
             self.check()
             if self._closed:
                 raise RunError(f"{self._name} is closed")
-            heapq.heappush(self._jobs, (rank, next(self._count), job, gate))
+            bisect.insort(self._jobs, _Job(rank, next(self._count), job, after, gate))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -71,23 +102,31 @@ class Worker:
             self._thread.join()
             self._thread = None
 
+    def _next(self) -> _Job | None:
+        """The lowest that is ready; if none is, the one that will be first."""
+        with self._ready:
+            while not self._jobs and not self._closed:
+                self._ready.wait()
+            if not self._jobs:
+                return None
+            waiting = list(self._jobs)
+        job = next((job for job in waiting if job.ready), None) or min(waiting, key=lambda job: job.number)
+        with self._ready:
+            self._jobs.remove(job)
+        return job
+
     def _run(self) -> None:
-        while True:
+        job: _Job | None = None
+        try:
+            while (job := self._next()) is not None:
+                for awaited in job.after:
+                    awaited.synchronize()
+                job.run()
+                job.gate._set()
+                job = None  # while it waits, the thread keeps nothing alive
+        except BaseException as error:
             with self._ready:
-                while not self._jobs and not self._closed:
-                    self._ready.wait()
-                if not self._jobs:
-                    return
-                _, _, job, gate = heapq.heappop(self._jobs)
-            try:
-                job()
-            except BaseException as error:
-                with self._ready:
-                    self._error = error
-                    left, self._jobs = self._jobs, []
-                for *_, other in left:
-                    other._set()
-                gate._set()
-                return
-            gate._set()
-            del job, gate  # while it waits, the thread keeps nothing alive
+                self._error = error
+                left, self._jobs = self._jobs, []
+            for other in [*left, *([job] if job else [])]:
+                other.gate._set()

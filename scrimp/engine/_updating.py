@@ -15,7 +15,7 @@ from scrimp.chunks._optim import Optimizer, rate
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._update import Updater, stage_numel
-from scrimp.chunks._worker import Worker
+from scrimp.chunks._worker import Gate, Worker
 from scrimp.errors import RunError
 
 LAST = 1 << 30  # after all layers
@@ -36,6 +36,7 @@ class Updating:
         self._hire()
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
         self._nbytes, self._seconds = 0, 0.0
+        self._begun: list[Gate] = []  # in this step
 
     def _hire(self) -> None:
         self.worker = Worker("the host's update")
@@ -45,6 +46,7 @@ class Updating:
         """After a failure, when all homes are about to be written anew."""
         self.close()
         self.store.gates.clear()
+        self._begun = []
         self._hire()
 
     @property
@@ -73,21 +75,21 @@ class Updating:
             self.store.settled(layer)
         if there is not None:
             self.store.ledger.free("temporaries", there.stage.nbytes)
-        self.worker.submit(LAST, self._report)
+        self.worker.submit(LAST, self._report, self._begun)
+        self._begun = []
 
     def start(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
         """Let the worker update a layer as soon as its gradients are down."""
         data, come = self.store.direct(layer), self.store.take_coming_home(layer)
 
         def job() -> None:
-            for event in come:
-                event.synchronize()
             start = time.perf_counter()
             self._layer(self._host, data, slots, numbers, step, scale)
             self._seconds += time.perf_counter() - start
             self._nbytes += UPDATE_NBYTES * sum(slot.numel for slot in slots) // self.store.wire.world
 
-        self.store.gates[layer] = self.worker.submit(layer, job)
+        self.store.gates[layer] = self.worker.submit(layer, job, come)
+        self._begun.append(self.store.gates[layer])
 
     def _report(self) -> None:
         """What the worker has touched in a step, and in how many seconds."""
