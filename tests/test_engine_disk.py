@@ -260,10 +260,11 @@ def test_a_host_that_is_too_small_is_found_before_anything_is_allocated(monkeypa
     monkeypatch.setattr("scrimp.chunks._store.arena", lambda numel, *_, **__: made.append(numel))
     words = (
         r"model data takes 750\.8 KiB on this rank's host \(weights .* KiB, gradients 0 B, optimizer .* KiB\), its share of the "
-        r"host budget is 100\.0 KiB \(as asked for, 1 ranks here\)\. Use Memory\(disk=folder\) .*larger Memory\(host=\.\.\.\)"
+        r"host budget is 100\.0 KiB \(as asked for, 1 ranks here\), and the device has no room for the rest: 600\.0 KiB "
+        r"\(as asked for\)\. Use Memory\(disk=folder\) .*larger Memory\(host=\.\.\.\)"
     )
     with pytest.raises(FitError, match=words):
-        engine_for(None, "100KiB")
+        Engine(zoo.build("gpt-tiny", **SHAPE), memory=Memory(device="600KiB", host="100KiB"), device="cpu")
     assert not made
 
 

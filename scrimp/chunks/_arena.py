@@ -26,6 +26,7 @@ def arena(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tens
         mapping.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(mapping, dtype=dtype)
     if pinned:
+        tensor.zero_()  # by all threads: registering would touch the pages one after the other
         _register(tensor)
     return tensor
 

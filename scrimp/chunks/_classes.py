@@ -49,6 +49,7 @@ class LayerCost:
     again_seconds: float = 0.0
     recomputable: bool = False
     movable: bool = True  # its home may be the device
+    fixed: bool = False  # its home is the device: the host has no room for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,8 @@ def choose(
     """`room_nbytes` of the moments is what the trace left, with every recomputable layer recomputed and no home on the
     device; `update_room_nbytes` is what an update leaves for homes."""
     order = [layer for moment in moments for layer in moment.needs]
-    movable = [k for k in dict.fromkeys(order) if layers[k].movable]
+    fixed = [k for k, layer in enumerate(layers) if layer.fixed]
+    movable = [*fixed, *(k for k in dict.fromkeys(order) if layers[k].movable and not layers[k].fixed)]
     recomputable = [k for k in reversed(dict.fromkeys(order)) if layers[k].recomputable]
     spans = _spans(moments)
     tried: dict[tuple[int, int], Choice | None] = {}
@@ -79,16 +81,17 @@ def choose(
             tried[homes, keeps] = _evaluate(moments, layers, rates, spans, device, kept, update_room_nbytes, world)
         return tried[homes, keeps]
 
-    best = _refine(attempt, len(movable), len(recomputable))
+    best = _refine(attempt, len(fixed), len(movable), len(recomputable))
     if best is None:
-        _evaluate(moments, layers, rates, spans, frozenset(), frozenset(), update_room_nbytes, world, strict=True)
+        _evaluate(moments, layers, rates, spans, frozenset(fixed), frozenset(), update_room_nbytes, world, strict=True)
         raise FitError("no choice of homes and kept activations fits")
     return best
 
 
-def _refine(attempt: Callable[[int, int], Choice | None], homes: int, keeps: int) -> Choice | None:
+def _refine(attempt: Callable[[int, int], Choice | None], least: int, homes: int, keeps: int) -> Choice | None:
+    """Over homes from `least` on, and keeps from none on."""
     best: tuple[float, int, int] | None = None
-    low, high = (0, 0), (homes, keeps)
+    low, high = (least, 0), (homes, keeps)
     while True:
         for a in _grid(low[0], high[0]):
             for k in _grid(low[1], high[1]):
@@ -105,7 +108,7 @@ def _refine(attempt: Callable[[int, int], Choice | None], homes: int, keeps: int
         if max(steps) == 1 and all(high[i] - low[i] < 2 * GRID for i in range(2)):
             return attempt(best[1], best[2])
         at = best[1:]
-        new_low = tuple(max(0, at[i] - steps[i]) for i in range(2))
+        new_low = tuple(max((least, 0)[i], at[i] - steps[i]) for i in range(2))
         new_high = tuple(min((homes, keeps)[i], at[i] + steps[i]) for i in range(2))
         low, high = (new_low[0], new_low[1]), (new_high[0], new_high[1])
 

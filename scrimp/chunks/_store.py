@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from scrimp.chunks._arena import arena
+from scrimp.chunks._carry import carry
 from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened, sizes
 from scrimp.chunks._lanes import Event, Lanes, Traffic
 from scrimp.chunks._shards import Shards
@@ -103,26 +104,53 @@ class Store:
     # Homes.
 
     def _make_home(self, layer: int, place: str) -> Home:
+        """Zeros; with one rank a home on the device has its weights in the layer's own storage."""
         dtype, numel, trained = self.dtype_of(layer), self.shards.numel(layer), self.shards.trained_numel(layer)
-        pinned = self.lanes.overlapped
         own_master = dtype == torch.float32
-        home = Home(
-            place=place,
-            weights=arena(numel, dtype, pinned=pinned),
-            gradients=arena(trained, dtype, pinned=pinned) if own_master or self.accumulate > 1 else None,
-            master=None,
-        )
+        own_gradients = own_master or self.accumulate > 1
         fp32 = self.states + (not own_master)
+        if place == DEVICE:
+            self._charge_device(layer, 1)
+            home = Home(
+                place=place,
+                weights=self.flats[layer] if self.wire.world == 1 else self._zeros(numel, dtype),
+                gradients=self._zeros(trained, dtype) if own_gradients else None,
+                master=None,
+            )
+            tensors = [self._zeros(trained, torch.float32) for _ in range(fp32)]
+        else:
+            pinned = self.lanes.overlapped
+            home = Home(
+                place=place,
+                weights=arena(numel, dtype, pinned=pinned),
+                gradients=arena(trained, dtype, pinned=pinned) if own_gradients else None,
+                master=None,
+            )
+            tensors = [] if place == DISK else [arena(trained, torch.float32) for _ in range(fp32)]
+            self._charge_host(layer, home, 1)
         if place == DISK:
             assert self._disk is not None
             path = self.table.layers[layer].path
             home.file = SpillFile(self._disk, {str(k): 4 * trained for k in range(fp32)}, f"layer '{path}'")
             self.books.disk.charge("optimizer", 4 * trained * fp32)
         else:
-            tensors = [arena(trained, torch.float32) for _ in range(fp32)]
             home.master, home.states = (None, tensors) if own_master else (tensors[0], tensors[1:])
-        self._charge_host(layer, home, 1)
         return home
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def _charge_device(self, layer: int, sign: int) -> None:
+        """For a home on the device, beside the layer's own storage."""
+        if sign > 0 and self.wire.world == 1 and not self.resident[layer]:
+            self.open(layer)
+        self.before_change()
+        weights, gradients, rest = self.home_nbytes(layer)
+        change = self.ledger.charge if sign > 0 else self.ledger.free
+        change("optimizer", rest)
+        change("gradients", gradients)
+        if self.wire.world > 1:
+            change("parameters", weights)
 
     def _charge_host(self, layer: int, home: Home, sign: int) -> None:
         weights, gradients, rest = self.home_nbytes(layer)
@@ -212,9 +240,9 @@ class Store:
         source = values.detach().reshape(-1)
         with self.opened(layer, write=True) as data:
             for piece in data.pieces(slot):
-                piece.weight.copy_(source[piece.inside])
+                carry(piece.weight, source[piece.inside])
                 if slot.trainable and not data.own_master:
-                    piece.master.copy_(source[piece.inside])
+                    carry(piece.master, source[piece.inside])
 
     def restore(self, layer: int, slot: Slot) -> None:
         """After a skipped update: the weight again, where its gradient stood."""
@@ -229,48 +257,21 @@ class Store:
         self.ledger.move(self._as_gradients[layer], source="gradients", target="parameters")
         self._as_gradients[layer] = 0
 
-    def promote(self, layer: int) -> list[torch.Tensor]:
-        """Make the device the home of a layer whose home was the host; the new tensors."""
+    def move_home(self, layer: int, place: str) -> None:
+        """From host to device or back."""
         self.at_rest(layer)
-        home = self.homes[layer]
-        weights, gradients, rest = self.home_nbytes(layer)
-        if self.wire.world == 1:
-            self.fetch(layer)
-            self.arrived(layer)
-            self.lanes.settle()
-        self.before_change()
-        self.ledger.charge("optimizer", rest)
-        self.ledger.charge("gradients", gradients)
-        if self.wire.world > 1:
-            self.ledger.charge("parameters", weights)
-
-        def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else torch.empty_like(tensor, device=self.device).copy_(tensor)
-
-        self.homes[layer] = Home(
-            place=DEVICE,
-            weights=self.flats[layer] if self.wire.world == 1 else home.weights.to(self.device, copy=True),
-            gradients=there(home.gradients),
-            master=there(home.master),
-            states=[torch.empty_like(state, device=self.device).copy_(state) for state in home.states],
-        )
-        self._charge_host(layer, home, -1)
-        return self.homes[layer].tensors
-
-    def demote(self, layer: int) -> None:
-        """The reverse: the host is its home again."""
-        old = self.homes[layer]
-        self.before_change()
-        new = self._make_home(layer, HOST)
-        for target, source in zip(new.tensors, old.tensors, strict=True):
+        self.arrived(layer)
+        self.lanes.settle()
+        new = self._make_home(layer, place)
+        for target, source in zip(new.tensors, self.homes[layer].tensors, strict=True):
             self.own(target)
-            target.copy_(source)
-        weights, gradients, rest = self.home_nbytes(layer)
-        self.homes[layer] = new
-        self.ledger.free("optimizer", rest)
-        self.ledger.free("gradients", gradients)
-        if self.wire.world > 1:
-            self.ledger.free("parameters", weights)
+            carry(target, source)
+        old, self.homes[layer] = self.homes[layer], new
+        if place == DEVICE:
+            self._charge_host(layer, old, -1)
+            return
+        del old, source  # gone before the ledger is told, or the meter would take them for something else
+        self._charge_device(layer, -1)
         self.drop(layer)
 
     # Layers on the device.

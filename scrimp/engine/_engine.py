@@ -129,7 +129,7 @@ class Engine:
             self.store.before_change = self.meter.before_change
         else:
             self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
-        room = self.budget.device_nbytes if self.device.type == "cuda" else 0
+        room = self.budget.device_nbytes - self.ledger.device.total_nbytes if self.device.type == "cuda" else 0
         self.places = take_over(model, self.store, weights, room_nbytes=room)
         self.weights = dict(model.named_parameters(remove_duplicate=False))
         self._order = {name: k for k, name in enumerate(self.weights)}
@@ -208,8 +208,7 @@ class Engine:
             raise
         self.steps += 1
         if self._traced:
-            for tensor in self.planning.digest(plan, self._trace, self.residents.kept_nbytes, self.residents.timing.best):
-                self.meter.ignore(tensor)
+            self.planning.digest(plan, self._trace, self.residents.kept_nbytes, self.residents.timing.best)
         self.seconds = time.perf_counter() - start
         return loss
 
@@ -356,7 +355,8 @@ class Engine:
             self.store.at_rest(layer)
 
     def close(self) -> None:
-        """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state."""
+        """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state, as far as
+        there is room for it."""
         self.residents.abandon()
         self.planning.homes_back()
         self.wait()

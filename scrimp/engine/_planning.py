@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from scrimp.chunks._classes import Choice, LayerCost, Rates, choose
-from scrimp.chunks._home import DEVICE, DISK
+from scrimp.chunks._home import DEVICE, DISK, HOST
 from scrimp.chunks._residency import Moment
 from scrimp.chunks._store import Store
 from scrimp.engine._batch import Signature, covers
@@ -53,6 +53,8 @@ class Planning:
         self._updates, self._best_update = 0, 0.0
         self._plans: dict[Signature | bytes, Planned] = {}
         self._homes: frozenset[int] | None = None  # None: not chosen yet
+        # On the device from the start: the host has no room for them.
+        self._fixed = frozenset(k for k, home in enumerate(store.homes) if home.place == DEVICE)
 
     def prepare(self, signature: Signature) -> Planned:
         """The plan for a batch, perhaps empty; recomputation is set as it says."""
@@ -88,15 +90,19 @@ class Planning:
         return True
 
     def homes_back(self) -> bool:
-        """Bring all homes from the device to the host; whether there were any."""
-        layers = [k for k, home in enumerate(self.store.homes) if home.place == DEVICE]
-        for layer in layers:
-            self.store.demote(layer)
-        if layers:
-            self._homes = frozenset()
+        """Bring homes from the device to the host, as many as there is room for; whether there were any."""
+        store, moved = self.store, False
+        room = store.host_room_nbytes
+        layers = [k for k, home in enumerate(store.homes) if home.place == DEVICE]
+        for layer in reversed(layers):  # the last ones first: the first are wanted first
+            if room is None or store.host_nbytes() + sum(store.home_nbytes(layer)) <= room:
+                store.move_home(layer, HOST)
+                moved = True
+        if moved:
+            self._homes = frozenset(k for k in layers if store.homes[k].place == DEVICE)
             for plan in self._plans.values():
                 plan.choice = None
-        return bool(layers)
+        return moved
 
     def saw_update(self, nbytes: int, seconds: float) -> None:
         """The host updated so many bytes: the best of its updates is better than any guess. But not the first, which has
@@ -106,13 +112,11 @@ class Planning:
             self.rates = replace(self.rates, host=self._best_update)
         self._updates += 1
 
-    def digest(
-        self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]
-    ) -> list[torch.Tensor]:
-        """Learn from a step that traced; new tensors on the device, if homes moved there."""
+    def digest(self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]) -> None:
+        """Learn from a step that traced; homes may move to the device."""
         plan.replans += 1
         if plan.replans > MOST_REPLANS + 2:
-            return []
+            return
         if plan.kept is None or not plan.costs:
             plan.costs = self._costs(kept_nbytes, seconds)
         trace = self._largest(trace)
@@ -126,35 +130,33 @@ class Planning:
             choice = choose(moments, costs, self.rates, update_room_nbytes=update_room, world=self.store.wire.world)
         except FitError:  # it ran, if only just: go on holding the least
             plan.kept = plan.kept or frozenset()
-            return []
+            return
         if may_keep:
             plan.kept = choice.kept
             if choice.kept:
-                return []  # one more step shows what keeping them takes
+                return  # one more step shows what keeping them takes
         plan.kept = plan.kept or frozenset()
         plan.choice, plan.trace = choice, tuple(trace)
         plan.expected = tuple(moment.needs for moment in trace)
-        return self._move_homes(plan, choice.device)
+        self._move_homes(plan, choice.device)
 
     def _restricted(self, layer: int, cost: LayerCost, may_keep: frozenset[int]) -> LayerCost:
         """Once homes are chosen, other batches may only bring some back."""
         movable = cost.movable and (self._homes is None or layer in self._homes)
         return replace(cost, movable=movable, recomputable=layer in may_keep)
 
-    def _move_homes(self, plan: Planned, device: frozenset[int]) -> list[torch.Tensor]:
-        made: list[torch.Tensor] = []
+    def _move_homes(self, plan: Planned, device: frozenset[int]) -> None:
         for layer, home in enumerate(self.store.homes):
             if home.place == DEVICE and layer not in device:
-                self.store.demote(layer)
+                self.store.move_home(layer, HOST)
         for layer in sorted(device):
             if self.store.homes[layer].place != DEVICE:
-                made += self.store.promote(layer)
+                self.store.move_home(layer, DEVICE)
         if self._homes is not None and device != self._homes:
             for other in self._plans.values():
                 if other is not plan:
                     other.choice = None
         self._homes = device
-        return made
 
     def _costs(self, kept_nbytes: dict[int, int], seconds: dict[int, float]) -> tuple[LayerCost, ...]:
         costs = []
@@ -174,6 +176,7 @@ class Planning:
                     kept_nbytes=max(0, int(found[k, 0])),
                     again_seconds=float(found[k, 1]),
                     movable=self.store.homes[k].place != DISK and layer.numel > 0,
+                    fixed=k in self._fixed,
                 )
             )
         return tuple(costs)
