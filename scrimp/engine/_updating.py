@@ -101,6 +101,8 @@ class Updating:
     ) -> None:
         for slot, number in zip(slots, numbers, strict=True):
             for piece in data.pieces(slot):
+                for state in piece.states if number == 1 else ():
+                    state.zero_()  # it is, but all threads touch its pages so; the kernel's blocks are too small for that
                 updater.apply(self.optimizers[slot.name], step, number, piece, scale, own_master=data.own_master)
 
     def check_rates(self, step: int) -> None:
