@@ -243,7 +243,7 @@ def test_small_texts() -> None:
 
 def test_doctor() -> None:
     text = scrimp("doctor").output
-    for name in ("python", "memory", "disk", "torch", "native kernel", "gpu", "distributed", "packages"):
+    for name in ("python", "memory", "disk", "torch", "native kernel", "device kernel", "gpu", "distributed", "packages"):
         assert re.search(rf"^{name} +\S", text, re.MULTILINE), text
     assert "failed" not in text
 
