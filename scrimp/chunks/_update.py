@@ -1,14 +1,17 @@
 """One parameter's update, on flat views.
 
-On the host a kernel of our own does it in one pass over memory, with the bits of torch's (`_native.py`). Without it, and on
-a device, torch's fused kernels are used tile by tile. Tiles end on multiples of their size counted from the parameter's own
-start, so that vector lanes and tails, and with them every bit, are those of one call on the whole tensor.
+On the host a kernel of our own does it in one pass over memory, with the bits of torch's (`_native.py`), and on a device
+another (`_fused.py`). Without them torch's fused kernels are used tile by tile. Tiles end on multiples of their size counted
+from the parameter's own start, so that vector lanes and tails, and with them every bit, are those of one call on the whole
+tensor.
 """
 
 from __future__ import annotations
 
 import torch
 
+from scrimp.chunks import _torch_fused
+from scrimp.chunks._fused import Fused
 from scrimp.chunks._home import Piece
 from scrimp.chunks._native import Native, native, takes
 from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
@@ -23,18 +26,19 @@ def norm(gradient: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def stage_numel(device: torch.device, largest_numel: int) -> int:
-    return min(CUDA_TILE if device.type == "cuda" else TILE, largest_numel)
+def stage_numel(device: torch.device, largest_numel: int, fused: Fused | None) -> int:
+    return 0 if fused is not None else min(CUDA_TILE if device.type == "cuda" else TILE, largest_numel)
 
 
 class Updater:
     """Updates what lives on one device. `stage` is the fp32 tile that gradients are cast into, or scaled in; of
-    parameters of at most `largest_numel`."""
+    parameters of at most `largest_numel`; with the device's kernel there is none."""
 
-    def __init__(self, device: torch.device, largest_numel: int) -> None:
+    def __init__(self, device: torch.device, largest_numel: int, fused: Fused | None = None) -> None:
         self.tile = CUDA_TILE if device.type == "cuda" else TILE
-        self.stage = torch.empty(stage_numel(device, largest_numel), dtype=torch.float32, device=device)
+        self.stage = torch.empty(stage_numel(device, largest_numel, fused), dtype=torch.float32, device=device)
         self.native = native() if device.type == "cpu" else None
+        self.fused = fused
 
     def apply(
         self, optimizer: Optimizer, step: int, count: int, piece: Piece, scale: torch.Tensor | None, *, own_master: bool
@@ -46,6 +50,9 @@ class Updater:
         if self.native is not None and takes(piece.master, piece.states, piece.gradient, weight):
             _whole(self.native, optimizer, step, count, piece, weight, scale)
             return
+        if self.fused is not None:
+            self.fused.apply(optimizer, rate(optimizer, step), count, piece, weight, scale)
+            return
         for start in range(0, piece.master.numel(), self.tile):
             span = slice(start, start + self.tile)
             target, fresh = piece.master[span], piece.gradient[span]
@@ -53,7 +60,7 @@ class Updater:
                 fresh = self.stage[: target.numel()].copy_(fresh)
             if scale is not None:
                 fresh.mul_(scale)
-            _tile(optimizer, step, count, target, fresh, [state[span] for state in piece.states])
+            _torch_fused.update(optimizer, rate(optimizer, step), count, target, fresh, [state[span] for state in piece.states])
             if weight is not None:
                 weight[span].copy_(target)
 
@@ -80,23 +87,4 @@ def _whole(
             piece.master, piece.states[0] if piece.states else None, piece.gradient, weight, factor,
             lr=lr, momentum=optimizer.momentum, dampening=optimizer.dampening, weight_decay=optimizer.weight_decay,
             nesterov=optimizer.nesterov, count=count, threads=threads,
-        )  # fmt: skip
-
-
-def _tile(
-    optimizer: Optimizer, step: int, count: int, master: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
-) -> None:
-    lr = rate(optimizer, step)
-    if isinstance(optimizer, AdamW):
-        beta1, beta2 = optimizer.betas
-        torch._fused_adamw_(
-            [master], [gradient], [states[0]], [states[1]], [], [torch.tensor(float(count), device=master.device)],
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=optimizer.weight_decay, eps=optimizer.eps,
-            amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
-        )  # fmt: skip
-    elif isinstance(optimizer, SGD):
-        torch._fused_sgd_(
-            [master], [gradient], states[:1] if optimizer.momentum else [],  # a group may have none
-            weight_decay=optimizer.weight_decay, momentum=optimizer.momentum, lr=lr, dampening=optimizer.dampening,
-            nesterov=optimizer.nesterov, maximize=False, is_first_step=count == 1, grad_scale=None, found_inf=None,
         )  # fmt: skip

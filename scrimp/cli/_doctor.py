@@ -150,6 +150,21 @@ def kernel() -> Finding:
     return found.describe(), {"instructions": found.instructions, "compiler": found.compiler}
 
 
+def device_kernel() -> Finding:
+    import torch
+
+    from scrimp.chunks._fused import kinds, why_not
+    from scrimp.chunks._optim import AdamW
+
+    if not torch.cuda.is_available():
+        return "none, and no GPU that would need one", {"reason": "no GPU"}
+    reason = why_not(torch.device("cuda", torch.cuda.current_device()), kinds([AdamW()], [torch.bfloat16]))
+    if reason is not None:
+        return f"none, torch's kernels are used instead: {reason}", {"reason": reason}
+    version = importlib.metadata.version("triton")
+    return f"Triton {version}", {"triton": version}
+
+
 def gpus() -> Finding:
     import torch
 
@@ -227,6 +242,7 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "disk": disk,
     "torch": torch_build,
     "native kernel": kernel,
+    "device kernel": device_kernel,
     "gpu": gpus,
     "distributed": backends,
     "packages": packages,

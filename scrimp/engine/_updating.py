@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from scrimp.chunks._cuda_meter import CudaMeter
+from scrimp.chunks._fused import fused, kinds
 from scrimp.chunks._home import DEVICE, HOST, Opened
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import Optimizer, rate
@@ -33,6 +34,8 @@ class Updating:
         self._largest = max((slot.numel for slot in slots), default=0) if staged else 0
         self._host = Updater(torch.device("cpu"), self._largest)
         meter.ignore(self._host.stage)
+        dtypes = {store.dtype_of(layer) for layer in range(len(store.table.layers))}
+        self._fused = fused(store.device, kinds(optimizers.values(), dtypes))
         self._hire()
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
         self._nbytes, self._seconds = 0, 0.0
@@ -52,7 +55,7 @@ class Updating:
     @property
     def stage_nbytes(self) -> int:
         """What an update on the device takes there."""
-        return 4 * stage_numel(self.store.device, self._largest)
+        return 4 * stage_numel(self.store.device, self._largest, self._fused)
 
     def run(self, landed: list[tuple[int, Slot]], step: int, counts: dict[str, int], scale: torch.Tensor | None) -> None:
         """Homes on the host are updated by the worker, beside what comes next; whoever asks for one waits for it alone."""
@@ -119,7 +122,7 @@ class Updating:
         return [counts[slot.name] for slot in slots]
 
     def _on_device(self) -> Updater:
-        updater = Updater(self.store.device, self._largest)
+        updater = Updater(self.store.device, self._largest, self._fused)
         self.meter.ignore(updater.stage)
         self.store.ledger.charge("temporaries", updater.stage.nbytes)
         return updater
