@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,8 +20,8 @@ import torch
 
 from bench.gpu_cases import Case
 from bench.gpu_contenders import CONTENDERS, available
-from bench.gpu_results import RESULTS, Row, key_of, read_rows, spared, tables, usable, write_rows
-from bench.gpu_sections import SECTIONS, Point
+from bench.gpu_results import RESULTS, Row, key_of, page, read_rows, spared, usable, write_rows
+from bench.gpu_sections import SECTIONS, points_on
 from bench.gpu_watch import Outcome, watched
 from bench.machine import machine
 
@@ -29,11 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _arguments(arguments)
     here = machine()
     rows = usable(read_rows([RESULTS, args.results]), args.commit, here, keep=args.keep)
-    pages = []
     for section in args.section or [name for name in SECTIONS if not name.startswith("tiny")]:
-        points = [Point(**{**vars(p), "case": replace(p.case, device=args.device)}) for p in SECTIONS[section]()]
         failed: set[str] = set()
-        for point in points:
+        for point in points_on(args.device, section):
             for name in point.contenders:
                 if args.contender and name not in args.contender:
                     continue
@@ -46,18 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(f"{section}: {_summary(rows[key])}", flush=True)
                 if "failed" in rows.get(key, {}):
                     failed.add(name)
-        about = " ".join((SECTIONS[section].__doc__ or "").split())
-        pages.append(tables(section, about, points, rows))
-        print(pages[-1], flush=True)
-        facts = "".join(f"- {name}: {value}\n" for name, value in {**here, "commit": args.commit}.items())
-        (args.results / f"{args.commit}.md").write_text("\n".join([f"# make bench-gpu\n\n{facts}", *pages]))
+        print(page(section, args.device, rows), flush=True)
+    facts = "".join(f"- {name}: {value}\n" for name, value in {**here, "commit": args.commit}.items())
+    pages = [page(section, args.device, rows) for section in SECTIONS]
+    (args.results / f"{args.commit}.md").write_text("\n".join([f"# make bench-gpu\n\n{facts}", *filter(None, pages)]))
 
 
 def measure(name: str, case: Case, seconds: float) -> Row:
     if not available(name):
         return {"failed": "not installed"}
     command = [sys.executable, "-m", "bench.gpu_run", name, json.dumps(asdict(case))]
-    return row_of(watched(command, seconds=seconds))
+    # On a GPU's host the optimizers of most contenders run on all cores, whatever make says for the sake of tests.
+    env = {name: value for name, value in os.environ.items() if case.device != "cuda" or name != "OMP_NUM_THREADS"}
+    return row_of(watched(command, seconds=seconds, env=env))
 
 
 def row_of(outcome: Outcome) -> Row:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Case:
         return [*(model.model.layers if self.model == "hf-llama" else model.blocks)]  # type: ignore[union-attr,arg-type]
 
     def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.on_meta().parameters())
+        return _count(self)
 
     def filled(self, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The whole model with its first weights."""
@@ -123,6 +123,11 @@ class First(Mapping[str, torch.Tensor]):
                 if parameter is not None and parameter.is_meta:
                     values = self[self._names[id(parameter)]].to(device, dtype)
                     module._parameters[name] = nn.Parameter(values)
+
+
+@cache
+def _count(case: Case) -> int:
+    return sum(parameter.numel() for parameter in case.on_meta().parameters())
 
 
 def _hidden(dim: int) -> int:

@@ -117,7 +117,7 @@ def by_fsdp2(case: Case) -> Training:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    _join_alone(case.device)
+    _join_alone("cpu:gloo,cuda:nccl" if case.device == "cuda" else "gloo")  # norms of gradients are taken on the host
     model, clip = case.on_meta(), _Clip()
     first, blocks = First(model, case.device), case.blocks(model)
     recompute_blocks(case, model)
@@ -160,7 +160,7 @@ def by_deepspeed(case: Case, stage: int) -> Training:
 
     for lock in Path(get_default_build_root()).glob("*/*/lock"):
         lock.unlink()  # of a build that was ended half-way: it would be waited for without end
-    _join_alone(case.device)
+    _join_alone("nccl" if case.device == "cuda" else "gloo")
     model = case.filled("cpu", torch.bfloat16)
     recompute_blocks(case, model)
     offload = {"device": "cpu", "pin_memory": case.device == "cuda"}
@@ -270,9 +270,10 @@ def _forward(case: Case, model: Any) -> Callable[[], torch.Tensor]:
     return forward
 
 
-def _join_alone(device: str) -> None:
+def _join_alone(backend: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine may have no other that leads anywhere
     store = torch.distributed.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)
-    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 SCRIMP, PLAIN, COMPUTE, FSDP2, TORCHAO = "scrimp", "plain PyTorch", "compute alone", "FSDP2 offload", "torchao offload"

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.gpu_cases import Case
 from bench.gpu_contenders import COMPUTE, PLAIN, SCRIMP
-from bench.gpu_sections import Point
+from bench.gpu_sections import SECTIONS, Point, points_on
 from scrimp.ledger import format_nbytes, parse_nbytes
 
 RESULTS = Path(__file__).parent / "results"
@@ -90,9 +90,16 @@ def title(case: Case) -> str:
     return f"{case.model}, " + ", ".join(notes) + (f", {case.states} states" if case.states != "fp32" else "")
 
 
-def tables(name: str, about: str, points: Sequence[Point], rows: dict[str, Row]) -> str:
-    """A table for each point of a section: seconds per step of each mode, times scrimp's."""
-    lines = [f"## {name}", "", about, ""]
+def page(section: str, device: str, rows: dict[str, Row]) -> str:
+    """What a section is for, and its tables; nothing where there are none."""
+    found = tables(points_on(device, section), rows)
+    about = (SECTIONS[section].__doc__ or "").partition(". ")[0]
+    return f"## {section}\n\n{' '.join(about.split())}.\n\n{found}" if found else ""
+
+
+def tables(points: Sequence[Point], rows: dict[str, Row]) -> str:
+    """One for each point that has rows: seconds per step of each mode, times scrimp's."""
+    lines: list[str] = []
     for point in points:
         here = [rows[key] for contender in point.contenders if (key := key_of(contender, point.case)) in rows]
         if not here:

@@ -119,3 +119,7 @@ SECTIONS: dict[str, Callable[[], list[Point]]] = {
     "sizes": sizes, "caps": caps, "largest": largest, "largest-deepspeed": largest_deepspeed,
     "tiny": tiny, "tiny-llama": tiny_llama,
 }  # fmt: skip
+
+
+def points_on(device: str, section: str) -> list[Point]:
+    return [replace(point, case=replace(point.case, device=device)) for point in SECTIONS[section]()]

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +34,19 @@ class Outcome:
     host_nbytes: int
 
 
-def watched(command: Sequence[str], *, seconds: float, available: Callable[[], int] = available_host_nbytes) -> Outcome:
+def watched(
+    command: Sequence[str],
+    *,
+    seconds: float,
+    env: Mapping[str, str] | None = None,
+    available: Callable[[], int] = available_host_nbytes,
+) -> Outcome:
     """`available`: where the host's memory is asked for."""
     before = least = available()
     start = time.monotonic()
     ended = None
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=env, start_new_session=True)
         with suppress(OSError):  # should the system have to choose after all
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
         try:

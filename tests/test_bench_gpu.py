@@ -10,9 +10,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch import nn
 
 from bench import gpu, performance
-from bench.gpu_contenders import COMPUTE, FSDP2, PLAIN, SCRIMP
+from bench.gpu_contenders import COMPUTE, FSDP2, PLAIN, SCRIMP, WEIGHT_DECAY, _Master
 from bench.gpu_results import TOLERANCE, Row, key_of, parity, spared, tables, usable
 from bench.gpu_sections import SECTIONS, TINY, Point
 from bench.gpu_watch import SPARE_NBYTES, Outcome, watched
@@ -127,7 +129,22 @@ def test_other_losses_are_called_so_in_the_table() -> None:
     assert parity(row(PLAIN, losses=[2.0]), ours) == "0.0000"  # as far as it came
     assert parity(row(COMPUTE, losses=[9.0]), ours) == ""  # it learns nothing
     rows = {key_of(found["contender"], CASE): found for found in (ours, theirs)}
-    assert "NOT THE SAME" in tables("name", "about", [Point(case=CASE, contenders=[SCRIMP, PLAIN])], rows)
+    assert "NOT THE SAME" in tables([Point(case=CASE, contenders=[SCRIMP, PLAIN])], rows)
+
+
+def test_masters_of_bf16_weights_train_as_adamw_does() -> None:
+    """What torchao is given: it refuses machines without a GPU, so only this part of it can be tried here."""
+    draw = torch.Generator().manual_seed(0)
+    first = torch.randn(64, generator=draw)
+    weight, master = nn.Parameter(first.to(torch.bfloat16)), first.clone()
+    ours, theirs = _Master([weight], lr=1e-2), torch.optim.AdamW([master], lr=1e-2, weight_decay=WEIGHT_DECAY, fused=True)
+    ours.begin([first])
+    for _ in range(3):
+        weight.grad = torch.randn(64, generator=draw).to(torch.bfloat16)
+        master.grad = weight.grad.float()
+        ours.step()
+        theirs.step()
+        assert torch.equal(weight, master.to(torch.bfloat16))
 
 
 def test_sections_have_the_sizes_that_they_say() -> None:
