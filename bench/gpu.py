@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -27,8 +29,9 @@ from bench.machine import machine
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args = _arguments(arguments)
+    args, start = _arguments(arguments), time.monotonic()
     here = machine()
+    args.results.mkdir(parents=True, exist_ok=True)
     rows = usable(read_rows([RESULTS, args.results]), args.commit, here, keep=args.keep)
     for section in args.section or [name for name in SECTIONS if not name.startswith("tiny")]:
         failed: set[str] = set()
@@ -37,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if args.contender and name not in args.contender:
                     continue
                 key = key_of(name, point.case)
-                if key not in rows and not (point.search and name in failed):
+                late = time.monotonic() - start > args.budget
+                if key not in rows and not late and not (point.search and name in failed):
                     found = spared(name, point.case, rows) or measure(name, point.case, args.seconds)
                     about = {"contender": name, "case": asdict(point.case), "commit": args.commit, "machine": here}
                     rows[key] = {**about, "when": datetime.now(UTC).isoformat(timespec="seconds"), **found}
@@ -62,10 +66,12 @@ def measure(name: str, case: Case, seconds: float) -> Row:
 
 def row_of(outcome: Outcome) -> Row:
     """The last line of JSON that was printed has everything, up to where it failed."""
-    lines = [line for line in outcome.stdout.splitlines() if line.startswith('{"built_s"')]
+    lines = [line for line in outcome.stdout.splitlines() if line.startswith('{"built_s"') and line.endswith("}")]
     row: Row = {**(json.loads(lines[-1]) if lines else {}), "process_s": outcome.seconds, "host_nbytes": outcome.host_nbytes}
     if outcome.ended is not None:
         row["failed"] = outcome.ended
+    elif outcome.returncode < 0:
+        row["failed"] = f"killed by signal {-outcome.returncode}"
     elif outcome.returncode:
         last = (outcome.stderr.strip().splitlines() or [f"ended with {outcome.returncode}"])[-1]
         row["failed"] = "out of GPU memory" if "CUDA out of memory" in outcome.stderr else last[:300]
@@ -85,6 +91,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contender", choices=[*CONTENDERS], action="append", help="these alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=240, help="at most, for one contender at one point")
+    parser.add_argument("--budget", type=float, default=math.inf, help="start nothing more after so many seconds")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to write to")
     parser.add_argument("--keep", action="store_true", help="take other contenders' rows of older commits")
     parser.add_argument("--commit", default=commit or "unknown", help="what to call this code, where there is no git")

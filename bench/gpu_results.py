@@ -21,6 +21,8 @@ RESULTS = Path(__file__).parent / "results"
 TOLERANCE = 0.05  # nats: how far losses in bf16 may be from scrimp's at any step
 PLAIN_NBYTES = 14  # of each parameter, at least: bf16 weight, fp32 master and two states
 SAME_MACHINE = ("gpu", "cpu", "cores", "torch")
+COLUMNS = ["contender", "mode", "s/step", "spread", "to the end", "times scrimp's", "of its bound"]
+COLUMNS += ["built", "GPU reserved", "host", "loss", "apart"]
 
 Row = dict[str, Any]
 
@@ -48,7 +50,6 @@ def usable(rows: Sequence[Row], commit: str, machine: dict[str, str], *, keep: b
 
 
 def write_rows(folder: Path, commit: str, rows: Iterable[Row]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{commit}.json"
     fresh = path.with_suffix(".part")
     fresh.write_text(json.dumps({"commit": commit, "rows": [*rows]}, indent=1))
@@ -108,8 +109,8 @@ def tables(points: Sequence[Point], rows: dict[str, Row]) -> str:
         lines += [
             f"{title(point.case)}:",
             "",
-            "| contender | mode | s/step | spread | times scrimp's | of its bound | built | GPU reserved | host | loss | apart |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
+            f"| {' | '.join(COLUMNS)} |",
+            "|---" * len(COLUMNS) + "|",
         ]
         lines += [line for row in here for line in _lines(row, base)]
         texts = [
@@ -128,6 +129,7 @@ def _lines(row: Row, base: Row | None) -> list[str]:
         cells = [
             f"{found['median_s']:.3f}",
             f"{found['least_s']:.3f} to {found['most_s']:.3f}",
+            f"{found['window_s'] / row['case']['steps']:.3f}",
             f"{found['median_s'] / ours['median_s']:.2f}" if ours else "",
             share_of_bound(found),
             f"{row['built_s']:.1f} s",
@@ -138,5 +140,5 @@ def _lines(row: Row, base: Row | None) -> list[str]:
         ]
         lines.append(f"| {name} | {mode} | {' | '.join(cells)} |")
     if "failed" in row:
-        lines.append(f"| {name} | | {row['failed']} | | | | | | | | |")
+        lines.append(f"| {name} | | {row['failed']} {'|' * (len(COLUMNS) - 2)}")
     return lines

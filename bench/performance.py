@@ -25,7 +25,8 @@ INTRODUCTION = f"""# Performance
 Written by `python -m bench.performance` from `bench/results/`, which `make bench-gpu` fills: every contender in a process of
 its own on the same machine, from the same weights, on the same batch, in the same precision (bf16 weights and gradients, fp32
 masters and AdamW states), with the same blocks recomputed. A step's time is the interval between the ends of two steps on the
-GPU's own clock, in steady state; the median is shown, after warm-up. "Of its bound" is `engine.bound()`'s least time over
+GPU's own clock, in steady state; the median is shown, after warm-up. "To the end" is the time of all timed steps, with all
+that the last of them left to be done, over their number. "Of its bound" is `engine.bound()`'s least time over
 the step's. "Host" is by how much the host's available memory fell. "Apart" is how far the losses are from scrimp's at the
 step where they are farthest: more than {TOLERANCE} nats would not be the same training, and is said so.
 """
