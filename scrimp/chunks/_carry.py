@@ -12,12 +12,16 @@ STAGE = 32 << 20  # bytes: a power of two, to which pinned memory is rounded up 
 
 
 def carry(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Flat tensors of one type. Done when it returns."""
-    if {target.device.type, source.device.type} != {"cpu", "cuda"} or source.nbytes < STAGE or target.dtype != source.dtype:
+    """Flat tensors. Done when it returns."""
+    if {target.device.type, source.device.type} != {"cpu", "cuda"} or source.nbytes < STAGE:
         target.copy_(source)
         return
     tile = STAGE // source.element_size()
     spans = [slice(start, start + tile) for start in range(0, source.numel(), tile)]
+    if target.dtype != source.dtype or target.is_pinned() or source.is_pinned():
+        for span in spans:  # cast before it crosses, on the device too: torch would take it to the host for that
+            target[span].copy_(source[span].to(target.dtype))
+        return
     stages = [torch.empty(tile, dtype=source.dtype, pin_memory=True) for _ in range(2)]
     events = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
     (_down if source.is_cuda else _up)(target, source, spans, stages, events)
