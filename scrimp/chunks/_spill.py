@@ -72,7 +72,7 @@ class SpillFile:
             self.buffered_because = f"{self.folder} has no direct I/O: {error.strerror}"
 
     def write(self, key: str, tensor: torch.Tensor, at: int = 0) -> None:
-        """Put a tensor's bytes in a region, from byte `at` of it on. If that fails, the region holds nothing."""
+        """Put a tensor's bytes in a region, from byte `at` of it on. If that fails, nothing is held there."""
         view = self._view(key, tensor, at)
         first, count = at // BLOCK, -(-len(view) // BLOCK)
         sums = self._sums.setdefault(key, [None] * self._blocks(key))
@@ -87,7 +87,6 @@ class SpillFile:
                 os.fdatasync(self._fd)  # the cache lets go only of what is on the disk
                 forget(self._fd, place, len(view))
         except OSError as error:
-            self._sums.pop(key, None)
             raise RunError(
                 f"{self.label}: {self._place(key, at + min(done, len(view) - 1))} could not be written: {error.strerror}. "
                 f"{self._free()}; load the last checkpoint, and give Memory(disk=...) another disk if it happens again"
@@ -95,8 +94,8 @@ class SpillFile:
         sums[first : first + count] = found
 
     def read(self, key: str, tensor: torch.Tensor, at: int = 0) -> None:
-        """Fill a tensor with what its region holds from byte `at` on. If that is not what was written, the region holds
-        nothing from then on, and the tensor is all ones in its bits, which is NaN in every floating-point type."""
+        """Fill a tensor with what its region holds from byte `at` on. If that is not what was written, nothing is held
+        there from then on, and the tensor is all ones in its bits, which is NaN in every floating-point type."""
         view = self._view(key, tensor, at)
         first, count = at // BLOCK, -(-len(view) // BLOCK)
         sums = self._sums.get(key, [None] * self._blocks(key))[first : first + count]
@@ -106,7 +105,7 @@ class SpillFile:
         if self.buffered_because and view:
             forget(self._fd, self._starts[key] + at, len(view))
         if wrong:
-            self._sums.pop(key, None)
+            self._sums[key][first : first + count] = [None] * count
             tensor.detach().reshape(-1).view(torch.uint8).fill_(255)
             raise RunError(
                 f"{self.label}: {self._place(key, at + where)} {wrong}: "

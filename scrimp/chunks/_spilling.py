@@ -131,3 +131,15 @@ class Spilling:
         nbytes = sum(sum(file.regions.values()) for file in self.files)
         rates = {"disk read": self.queue.read_rate, "disk write": self.queue.write_rate}
         return {name: nbytes / rate for name, rate in rates.items() if rate and nbytes}
+
+    def figures(self, read_nbytes: int, written_nbytes: int) -> dict[str, float | str]:
+        """For the metrics of a step in which so much was read and written; nothing without a disk."""
+        if not self.files:
+            return {}
+        return {
+            "disk": "buffered" if self.buffered_because else "direct",
+            "disk_read_nbytes": read_nbytes,
+            "disk_written_nbytes": written_nbytes,
+            "disk_read_nbytes_per_second": self.queue.read_rate,
+            "disk_write_nbytes_per_second": self.queue.write_rate,
+        }
