@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened, sizes
 from scrimp.chunks._lanes import Event, Lanes, Traffic
 from scrimp.chunks._shards import Shards
 from scrimp.chunks._spill import SpillFile
+from scrimp.chunks._spilling import Spilling
 from scrimp.chunks._table import ChunkTable, Slot, runs_of, strides
 from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Gate
@@ -75,6 +75,7 @@ class Store:
             flat.untyped_storage().resize_(0)
         self.resident = [False] * len(table.layers)
         self.homes = [self._make_home(k, place) for k, place in enumerate(places or [HOST] * len(table.layers))]
+        self.spill = Spilling(self.homes, books.host, self.traffic)
 
     # Sizes.
 
@@ -168,41 +169,18 @@ class Store:
             yield self._opened[layer]
             return
         self.at_rest(layer)
-        home = self.homes[layer]
-        staged = self._read(home, layer, read) if home.file is not None else None
-        data = self.direct(layer)
-        if staged is not None:
-            own_master = self.dtype_of(layer) == torch.float32
-            master, states = (home.weights, staged) if own_master else (staged[0], staged[1:])
-            data = replace(data, master=master, states=states)
-        self._opened[layer] = data
-        try:
-            yield data
-            if write and staged is not None and home.file is not None:
-                for k, tensor in enumerate(staged):
-                    home.file.write(str(k), tensor)
-                    self.traffic.written_nbytes += tensor.nbytes
-                home.fresh = False
-        finally:
-            del self._opened[layer]
-            if staged is not None:
-                self.books.host.free("temporaries", sum(tensor.nbytes for tensor in staged))
+        with self.spill.staged(self.homes[layer], self.direct(layer), read=read, write=write) as data:
+            self._opened[layer] = data
+            try:
+                yield data
+            finally:
+                del self._opened[layer]
 
-    def _read(self, home: Home, layer: int, read: bool) -> list[torch.Tensor]:
-        assert home.file is not None
-        trained = self.shards.trained_numel(layer)
-        fp32 = self.states + (self.dtype_of(layer) != torch.float32)
-        staged = [arena(trained, torch.float32) for _ in range(fp32)]
-        nbytes = sum(tensor.nbytes for tensor in staged)
-        self.books.host.charge("temporaries", nbytes)
-        try:
-            for k, tensor in enumerate(staged if read and not home.fresh else []):
-                home.file.read(str(k), tensor)
-                self.traffic.read_nbytes += tensor.nbytes
-        except BaseException:
-            self.books.host.free("temporaries", nbytes)
-            raise
-        return staged
+    def wait(self) -> None:
+        """Until nobody is writing to any home, on disk or in memory."""
+        for layer in range(len(self.homes)):
+            self.at_rest(layer)
+        self.spill.wait()
 
     def at_rest(self, layer: int) -> None:
         """Nobody is writing to a layer's home any more."""
@@ -244,11 +222,11 @@ class Store:
                 if slot.trainable and not data.own_master:
                     carry(piece.master, source[piece.inside])
 
-    def restore(self, layer: int, slot: Slot) -> None:
-        """After a skipped update: the weight again, where its gradient stood."""
+    def restore(self, layer: int, slots: list[Slot]) -> None:
+        """After a skipped update: the weights again, where their gradients stood."""
         if self.homes[layer].gradients is None:
             with self.opened(layer) as data:
-                for piece in data.pieces(slot):
+                for piece in (piece for slot in slots for piece in data.pieces(slot)):
                     piece.weight.copy_(piece.master)
             self.settled(layer)
 

@@ -68,6 +68,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: list[_Job] = []  # by rank
+        self._promised: set[Gate] = set()
         self._count = itertools.count()
         self._ready = threading.Condition()
         self._error: BaseException | None = None
@@ -88,10 +89,35 @@ class Worker:
             self._ready.notify()
         return gate
 
+    def promise(self) -> Gate:
+        """A gate for what takes more than one job: `keep` opens it, and so does a failure."""
+        gate = Gate(self)
+        with self._ready:
+            self.check()
+            self._promised.add(gate)
+        return gate
+
+    def keep(self, gate: Gate) -> None:
+        with self._ready:
+            self._promised.discard(gate)
+        gate._set()
+
+    def fail(self, error: BaseException) -> None:
+        """Something that jobs depend on went wrong, in whatever thread: what is left is not done, every gate opens."""
+        with self._ready:
+            self._error = self._error or error
+            gates = [*self._promised, *(job.gate for job in self._jobs)]
+            self._jobs = []
+            self._promised.clear()
+        for gate in gates:
+            gate._set()
+
     def check(self) -> None:
-        """Raise what went wrong in the thread, if something did."""
+        """Raise what went wrong, if something did."""
         if self._error is not None:
-            raise RunError(f"{self._name} failed: {self._error}; load the last checkpoint") from self._error
+            advice = "; load the last checkpoint"
+            words = f"{self._name} failed: {str(self._error).removesuffix(advice)}{advice}"
+            raise RunError(words) from self._error
 
     def close(self) -> None:
         """Do what is left, then end the thread."""
@@ -99,21 +125,24 @@ class Worker:
             self._closed = True
             self._ready.notify()
         if self._thread is not None:
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # which may be the last to let go of the worker's owner
+                self._thread.join()
             self._thread = None
 
     def _next(self) -> _Job | None:
         """The lowest that is ready; if none is, the one that will be first."""
-        with self._ready:
-            while not self._jobs and not self._closed:
-                self._ready.wait()
-            if not self._jobs:
-                return None
-            waiting = list(self._jobs)
-        job = next((job for job in waiting if job.ready), None) or min(waiting, key=lambda job: job.number)
-        with self._ready:
-            self._jobs.remove(job)
-        return job
+        while True:
+            with self._ready:
+                while not self._jobs and not self._closed:
+                    self._ready.wait()
+                if not self._jobs:
+                    return None
+                waiting = list(self._jobs)
+            job = next((job for job in waiting if job.ready), None) or min(waiting, key=lambda job: job.number)
+            with self._ready:
+                if job in self._jobs:  # none is, after a failure
+                    self._jobs.remove(job)
+                    return job
 
     def _run(self) -> None:
         job: _Job | None = None
@@ -125,8 +154,6 @@ class Worker:
                 job.gate._set()
                 job = None  # while it waits, the thread keeps nothing alive
         except BaseException as error:
-            with self._ready:
-                self._error = error
-                left, self._jobs = self._jobs, []
-            for other in [*left, *([job] if job else [])]:
-                other.gate._set()
+            self.fail(error)
+            if job is not None:
+                job.gate._set()

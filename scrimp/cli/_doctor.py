@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,8 +130,22 @@ def cgroup_limit_nbytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = 
 
 def disk() -> Finding:
     usage = shutil.disk_usage(".")
-    text = f"{nbytes_text(usage.free)} free of {nbytes_text(usage.total)} in the current directory"
-    return text, {"free_nbytes": usage.free, "total_nbytes": usage.total}
+    refused = _no_direct_io()
+    way = f"through the page cache: {refused}" if refused else "direct I/O"
+    text = f"{nbytes_text(usage.free)} free of {nbytes_text(usage.total)} in the current directory, {way}"
+    return text, {"free_nbytes": usage.free, "total_nbytes": usage.total, "direct_io": refused is None}
+
+
+def _no_direct_io() -> str | None:
+    """Why spill files here would go through the page cache, if they would."""
+    from scrimp.chunks._direct import open_direct
+
+    try:
+        with tempfile.TemporaryFile(dir=".", buffering=0) as file:
+            os.close(open_direct(file.fileno()))
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def torch_build() -> Finding:

@@ -71,6 +71,7 @@ def bound(planning: Planning, moved: Sequence[int], forward: dict[int, float], s
             "copies up": up / rates.up,
             "copies down": down / rates.down,
             "host update": host / rates.host,
+            **store.spill.least_seconds(),
         },
         seconds=seconds,
     )

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from scrimp.chunks._cuda_meter import CudaMeter
-from scrimp.chunks._home import HOST
+from scrimp.chunks._home import DEVICE
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._rates import measure
@@ -276,7 +276,7 @@ class Engine:
         if self._must_judge:
             if self.wire.world == 1 and self.accumulate == 1 and not self.store.anchored(layer):
                 self._norms.update({slot.name: norm(self.store.device_view(layer, slot)) for slot in slots})
-        elif self.residents.following and self._last_part and self.store.homes[layer].place == HOST:
+        elif self.residents.following and self._last_part and self.store.homes[layer].place != DEVICE:
             self._started.update(slot.name for slot in slots)
             self.updating.start(layer, slots, self.updating.numbers(slots, self.counts), self.steps, None)
 
@@ -351,8 +351,7 @@ class Engine:
 
     def wait(self) -> None:
         """Until the updates that run beside the steps are done."""
-        for layer in range(len(self.store.homes)):
-            self.store.at_rest(layer)
+        self.store.wait()
 
     def close(self) -> None:
         """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state, as far as

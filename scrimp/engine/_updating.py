@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._fused import fused, kinds
-from scrimp.chunks._home import DEVICE, HOST, Opened
+from scrimp.chunks._home import DEVICE, DISK, Opened
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import Optimizer, rate
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._update import Updater, stage_numel
 from scrimp.chunks._worker import Gate, Worker
+from scrimp.engine._disk_update import DiskUpdates
 from scrimp.errors import RunError
 
 LAST = 1 << 30  # after all layers
@@ -44,9 +46,13 @@ class Updating:
     def _hire(self) -> None:
         self.worker = Worker("the host's update")
         self.close = weakref.finalize(self, self.worker.close)  # at exit too: the thread must not outlive torch
+        self._disk = DiskUpdates(self.store, self.worker, self._host, self.optimizers)
 
     def renew(self) -> None:
-        """After a failure, when all homes are about to be written anew."""
+        """After a failure, when all homes are about to be written anew; otherwise what was begun is finished."""
+        with suppress(RunError):
+            self.store.spill.wait()
+        self._disk.drop()
         self.close()
         self.store.gates.clear()
         self._begun = []
@@ -58,23 +64,20 @@ class Updating:
         return 4 * stage_numel(self.store.device, self._largest, self._fused)
 
     def run(self, landed: list[tuple[int, Slot]], step: int, counts: dict[str, int], scale: torch.Tensor | None) -> None:
-        """Homes on the host are updated by the worker, beside what comes next; whoever asks for one waits for it alone."""
+        """Homes on host and disk are updated beside what comes next; whoever asks for one waits for it alone."""
         by_layer: dict[int, list[Slot]] = {}
         for layer, slot in landed:
             by_layer.setdefault(layer, []).append(slot)
         there: Updater | None = None
         for layer, slots in by_layer.items():
             numbers = self.numbers(slots, counts)
-            place = self.store.homes[layer].place
-            if place == HOST:
+            if self.store.homes[layer].place != DEVICE:
                 self.start(layer, slots, numbers, step, scale)
                 continue
-            updater, factor = self._host, scale
-            if place == DEVICE:
-                there = there or self._on_device()
-                updater, factor = there, None if scale is None else scale.to(self.store.device)
-            with self.store.opened(layer, write=True) as data:
-                self._layer(updater, data, slots, numbers, step, factor)
+            there = there or self._on_device()
+            factor = None if scale is None else scale.to(self.store.device)
+            with self.store.opened(layer) as data:
+                self._layer(there, data, slots, numbers, step, factor)
             self.store.settled(layer)
         if there is not None:
             self.store.ledger.free("temporaries", there.stage.nbytes)
@@ -82,7 +85,10 @@ class Updating:
         self._begun = []
 
     def start(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
-        """Let the worker update a layer as soon as its gradients are down."""
+        """Let the worker update a layer as soon as its gradients are down, and its states read if they are on disk."""
+        if self.store.homes[layer].place == DISK:
+            self._disk.start(layer, slots, numbers, step, scale)
+            return
         data, come = self.store.direct(layer), self.store.take_coming_home(layer)
 
         def job() -> None:
@@ -96,8 +102,9 @@ class Updating:
 
     def _report(self) -> None:
         """What the worker has touched in a step, and in how many seconds."""
-        self.saw(self._nbytes, self._seconds)
+        self.saw(self._nbytes + UPDATE_NBYTES * self._disk.numel, self._seconds + self._disk.seconds)
         self._nbytes, self._seconds = 0, 0.0
+        self._disk.numel, self._disk.seconds = 0, 0.0
 
     def _layer(
         self, updater: Updater, data: Opened, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None
@@ -130,9 +137,11 @@ class Updating:
 
 def restore_all(store: Store, landed: Iterable[tuple[int, Slot]]) -> None:
     """Instead of an update: weights again where gradients stand."""
+    by_layer: dict[int, list[Slot]] = {}
     for layer, slot in landed:
-        store.restore(layer, slot)
+        by_layer.setdefault(layer, []).append(slot)
     for layer, space in enumerate(store.table.layers):
         if store.anchored(layer):  # gradients that stand there without having been retired
-            for slot in space.slots[: sum(slot.trainable for slot in space.slots)]:
-                store.restore(layer, slot)
+            by_layer[layer] = list(space.slots[: sum(slot.trainable for slot in space.slots)])
+    for layer, slots in by_layer.items():
+        store.restore(layer, slots)
