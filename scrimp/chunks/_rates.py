@@ -18,9 +18,8 @@ from scrimp.chunks._classes import Rates
 from scrimp.chunks._home import Piece
 from scrimp.chunks._lanes import Lanes
 from scrimp.chunks._optim import AdamW
-from scrimp.chunks._update import Updater
+from scrimp.chunks._update import UPDATE_NBYTES, Updater
 
-UPDATE_NBYTES = 28  # read and written per parameter: gradient, master, two moments, weight
 QUICK_NUMEL, QUICK_NUMEL_CPU = 1 << 22, 1 << 20  # parameters: 56 MiB, and 14 where only the host's rate scales them all
 QUICK_NBYTES = 64 << 20  # of a copy
 UPDATE_SHARE_OF_COPY = 0.7  # an update on the device reaches about this share of what a plain copy moves
@@ -84,7 +83,7 @@ class Copies:
     def rates(self, *, up: int = 0, down: int = 0) -> tuple[float, float]:
         """Bytes per second each way, when so many copies go up and down, both at once; 0 where none goes."""
         seconds = self._on_device(up, down) if self.lanes.overlapped else self._on_host(up, down)
-        return up * self.nbytes / seconds[0], down * self.nbytes / seconds[1]
+        return up * self.nbytes / seconds[0] if up else 0.0, down * self.nbytes / seconds[1] if down else 0.0
 
     def start(self, copies: int) -> list[torch.cuda.Event]:
         """On CUDA: begin so many each way. The events say when all of them are done."""

@@ -16,6 +16,7 @@ from scrimp.chunks._home import Piece
 from scrimp.chunks._native import Native, native, takes
 from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
 
+UPDATE_NBYTES = 28  # read and written per parameter: gradient, master, two moments, weight
 TILE = 1 << 18  # stays in a core's cache on the host
 CUDA_TILE = 1 << 24  # keeps a device busy
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from scrimp.chunks._stopwatch import Stopwatch
 from scrimp.errors import RunError
 
 
@@ -38,7 +39,8 @@ class Gate:
 
     def wait(self) -> None:
         if not self._open.is_set():
-            self._open.wait()
+            with self._worker.waited_for:
+                self._open.wait()
         self._worker.check()
 
     def query(self) -> bool:
@@ -67,6 +69,8 @@ class _Job:
 class Worker:
     def __init__(self, name: str) -> None:
         self._name = name
+        self.waited_for = Stopwatch()  # by others, at gates
+        self._busy, self._lap = Stopwatch(), (0.0, 0.0)
         self._jobs: list[_Job] = []  # by rank
         self._promised: set[Gate] = set()
         self._count = itertools.count()
@@ -112,6 +116,11 @@ class Worker:
         for gate in gates:
             gate._set()
 
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the last lap: running jobs, and others waiting at gates."""
+        before, self._lap = self._lap, (self._busy.seconds, self.waited_for.seconds)
+        return self._lap[0] - before[0], self._lap[1] - before[1]
+
     def check(self) -> None:
         """Raise what went wrong, if something did."""
         if self._error is not None:
@@ -150,7 +159,8 @@ class Worker:
             while (job := self._next()) is not None:
                 for awaited in job.after:
                     awaited.synchronize()
-                job.run()
+                with self._busy:
+                    job.run()
                 job.gate._set()
                 job = None  # while it waits, the thread keeps nothing alive
         except BaseException as error:

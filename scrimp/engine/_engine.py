@@ -99,6 +99,7 @@ class Engine:
         self.steps, self.skipped = 0, 0
         self.norm: float | None = None  # of the last gradient, before clipping
         self.seconds = 0.0  # of the last step
+        self.host_seconds = (0.0, 0.0)  # since the step before: of the host's worker at work, of others waiting for it
         rates = agreed(self.wire, measure(self.device))
         table = table_of(model, find_layers(model), chunk_numel, self.wire.world, wide=precision != "fp32")
         here = ranks_here(self.wire)
@@ -210,6 +211,7 @@ class Engine:
         if self._traced:
             self.planning.digest(plan, self._trace, self.residents.kept_nbytes, self.residents.timing.best)
         self.seconds = time.perf_counter() - start
+        self.host_seconds = self.updating.worker.lap()
         return loss
 
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -317,10 +319,8 @@ class Engine:
         return self.store.dtype if self.cast_inputs else None
 
     def bound(self) -> Bound:
-        """The least traffic and time of a step like the last one, beside what it took."""
-        now = astuple(self.store.traffic)
-        moved = [b - a for a, b in zip(self._traffic, now, strict=True)]
-        return bound(self.planning, moved, self.residents.timing.best, self.seconds)
+        """The least traffic and time of a step like the last one, beside what it took. The first call measures the machine."""
+        return bound(self)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""

@@ -17,9 +17,9 @@ from scrimp.chunks._classes import Choice, LayerCost, Rates, choose
 from scrimp.chunks._home import DEVICE, DISK, HOST
 from scrimp.chunks._residency import Moment
 from scrimp.chunks._store import Store
+from scrimp.chunks._update import UPDATE_NBYTES
 from scrimp.engine._batch import Signature, covers
 from scrimp.engine._forward import Recompute
-from scrimp.engine._updating import UPDATE_NBYTES
 from scrimp.engine._world import agreed
 from scrimp.errors import FitError
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,17 +32,26 @@ ON_DISK, BLOCK = 64 << 20, 8 << 20
 Made = TypeVar("Made")
 
 
+_machines: dict[torch.device, Machine] = {}
+_disks: dict[Path, tuple[float, float]] = {}  # read, written
+
+
 def probe(device: str | torch.device | None = None, disk: str | Path | None = None) -> Machine:
     """Once in a process for each device and each disk."""
-    machine = _probed(pick_device(device))
+    where = pick_device(device)
+    machine = _machines[where] if where in _machines else _machines.setdefault(where, _measured(where))
     if disk is None:
         return machine
-    read, written = _disk(Path(disk).resolve())
+    folder = Path(disk).resolve()
+    read, written = _disks[folder] if folder in _disks else _disks.setdefault(folder, _disk(folder))
     return replace(machine, disk_read=read, disk_write=written)
 
 
-@cache
-def _probed(device: torch.device) -> Machine:
+def is_probed(device: torch.device) -> bool:
+    return device in _machines
+
+
+def _measured(device: torch.device) -> Machine:
     cuda = device.type == "cuda"
     copies = _that_fits(lambda nbytes: Copies(device, nbytes), COPIED if cuda else COPIED_CPU)
     update = HostUpdate(UPDATED if cuda else UPDATED_CPU)
@@ -55,7 +63,7 @@ def _probed(device: torch.device) -> Machine:
     beside = min((_beside_copies if cuda else _beside_copies_on_host)(update, copies, alone) for _ in range(2))
     up, down = (max(copies.rates(up=many)[0] for _ in range(2)), max(copies.rates(down=many)[1] for _ in range(2)))
     del copies
-    return Machine(
+    machine = Machine(
         device=torch.cuda.get_device_name(device) if cuda else "cpu",
         threads=torch.get_num_threads(),
         flops=_that_fits(lambda rows: _flops(device, rows), PRODUCT if cuda else PRODUCT_CPU),
@@ -67,6 +75,9 @@ def _probed(device: torch.device) -> Machine:
         host_update_copying=update.nbytes / beside,
         device_memory=_that_fits(lambda nbytes: device_memory(device, nbytes), COPIED if cuda else COPIED_CPU),
     )
+    if cuda:
+        torch.cuda.empty_cache()
+    return machine
 
 
 def _that_fits(make: Callable[[int], Made], size: int) -> Made:
@@ -83,8 +94,10 @@ def _that_fits(make: Callable[[int], Made], size: int) -> Made:
 
 def _flops(device: torch.device, rows: int) -> float:
     """Of a product that goes on for a while, since a device slows down under load."""
-    one, other = (torch.randn(rows, rows, device=device, dtype=torch.float32).to(torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(one)
+    random = torch.Generator(device).manual_seed(0)  # of its own: a run's random numbers stay what they are
+    one, other, out = (torch.empty(rows, rows, device=device, dtype=torch.bfloat16) for _ in range(3))
+    one.normal_(generator=random)
+    other.normal_(generator=random)
 
     def several(times: int) -> float:
         settle(device)
@@ -135,7 +148,6 @@ def _beside_copies_on_host(update: HostUpdate, copies: Copies, alone: float) -> 
             thread.join()
 
 
-@cache
 def _disk(folder: Path) -> tuple[float, float]:
     """Bytes per second read and written, by a file that is gone again. What was written is on the disk, and what is read
     comes from there, as far as the system lets go of its cache."""

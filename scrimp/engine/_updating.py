@@ -16,13 +16,12 @@ from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import Optimizer, rate
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
-from scrimp.chunks._update import Updater, stage_numel
+from scrimp.chunks._update import UPDATE_NBYTES, Updater, stage_numel
 from scrimp.chunks._worker import Gate, Worker
 from scrimp.engine._disk_update import DiskUpdates
 from scrimp.errors import RunError
 
 LAST = 1 << 30  # after all layers
-UPDATE_NBYTES = 28  # read and written per parameter: gradient, master, two moments, weight
 
 
 class Updating:
@@ -75,7 +74,7 @@ class Updating:
                 self.start(layer, slots, numbers, step, scale)
                 continue
             there = there or self._on_device()
-            factor = None if scale is None else scale.to(self.store.device)
+            factor = None if scale is None else scale.to(self.store.device, non_blocking=True)
             with self.store.opened(layer) as data:
                 self._layer(there, data, slots, numbers, step, factor)
             self.store.settled(layer)
