@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -85,7 +84,7 @@ def _summary(row: Row) -> str:
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = machine()["commit"].partition(",")[0]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", choices=[*SECTIONS], action="append", help="several may be given; without any, all")
     parser.add_argument("--contender", choices=[*CONTENDERS], action="append", help="these alone")
@@ -94,7 +93,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=math.inf, help="start nothing more after so many seconds")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to write to")
     parser.add_argument("--keep", action="store_true", help="take other contenders' rows of older commits")
-    parser.add_argument("--commit", default=commit or "unknown", help="what to call this code, where there is no git")
+    parser.add_argument("--commit", default=commit, help="what to call this code, where there is no git")
     return parser.parse_args(arguments)
 
 

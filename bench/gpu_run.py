@@ -87,7 +87,7 @@ def run(name: str, case: Case) -> None:
         result["reserved_nbytes"] = torch.cuda.max_memory_reserved() if cuda else 0
         result["allocated_nbytes"] = torch.cuda.max_memory_allocated() if cuda else 0
         result["resident_nbytes"] = high_water_nbytes()
-        print("\n" + json.dumps(result), flush=True)
+        print("\n" + json.dumps(result, default=str), flush=True)
 
 
 if __name__ == "__main__":
