@@ -39,7 +39,8 @@ def bound_of(load: Load, *, judged: bool, seconds: float, busy: float, waited: f
     return Bound(
         up_nbytes=18, down_nbytes=14, least_up_nbytes=18, least_down_nbytes=14,
         own=load.phases(MACHINE, own, judged=judged), physical=load.phases(MACHINE, physical, judged=judged),
-        beside=load.beside(judged=judged), own_rate=128.0, machine=MACHINE, seconds=seconds, busy_seconds=busy, waited_seconds=waited,
+        beside=load.beside(judged=judged), own_rate=128.0, machine=MACHINE,
+        seconds=seconds, busy_seconds=busy, waited_seconds=waited,
     )  # fmt: skip
 
 
