@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from scrimp.chunks._arena import arena
-from scrimp.chunks._classes import Rates
+from scrimp.chunks._costs import Rates
 from scrimp.chunks._home import Piece
 from scrimp.chunks._lanes import Lanes
 from scrimp.chunks._optim import AdamW

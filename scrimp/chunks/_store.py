@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from scrimp.chunks._arena import arena
 from scrimp.chunks._carry import carry
-from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened, sizes
+from scrimp.chunks._home import DEVICE, DISK, HOST, THROUGH, Home, Opened, sizes
 from scrimp.chunks._lanes import Event, Lanes, Traffic
 from scrimp.chunks._shards import Shards
 from scrimp.chunks._spill import SpillFile
 from scrimp.chunks._spilling import Spilling
 from scrimp.chunks._table import ChunkTable, Slot, runs_of, strides
+from scrimp.chunks._through import pin
 from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Gate
 from scrimp.ledger import Books
@@ -99,8 +101,8 @@ class Store:
         return self.books.host.total_nbytes
 
     def anchored(self, layer: int) -> bool:
-        """Its home is its storage on the device: it never leaves."""
-        return self.homes[layer].place == DEVICE and self.wire.world == 1
+        """Its weights are at home in its storage on the device: it never leaves."""
+        return self.homes[layer].place in (DEVICE, THROUGH) and self.wire.world == 1
 
     # Homes.
 
@@ -156,8 +158,9 @@ class Store:
     def _charge_host(self, layer: int, home: Home, sign: int) -> None:
         weights, gradients, rest = self.home_nbytes(layer)
         change = self.books.host.charge if sign > 0 else self.books.host.free
-        change("parameters", weights)
-        change("gradients", gradients)
+        if home.place != THROUGH:
+            change("parameters", weights)
+            change("gradients", gradients)
         if home.place != DISK:
             change("optimizer", rest)
 
@@ -236,10 +239,13 @@ class Store:
         self._as_gradients[layer] = 0
 
     def move_home(self, layer: int, place: str) -> None:
-        """From host to device or back."""
+        """Between host and device, all of it or, where it is to pass through, just its weights."""
         self.at_rest(layer)
         self.arrived(layer)
         self.lanes.settle()
+        if THROUGH in (place, self.homes[layer].place):
+            self._pass_through(layer, through=place == THROUGH)
+            return
         new = self._make_home(layer, place)
         for target, source in zip(new.tensors, self.homes[layer].tensors, strict=True):
             self.own(target)
@@ -251,6 +257,29 @@ class Store:
         del old, source  # gone before the ledger is told, or the meter would take them for something else
         self._charge_device(layer, -1)
         self.drop(layer)
+
+    def _pass_through(self, layer: int, *, through: bool) -> None:
+        """From a home on the host to one whose masters and states pass through the device, or back: they stay."""
+        old = self.homes[layer]
+        assert old.gradients is None
+        self._charge_host(layer, old, -1)
+        if through and not self.resident[layer]:
+            self.open(layer)
+        weights = self.flats[layer] if through else arena(old.weights.numel(), old.weights.dtype, pinned=self.lanes.overlapped)
+        self.own(weights)
+        carry(weights, old.weights)
+        self.homes[layer] = replace(old, place=THROUGH if through else HOST, weights=weights)
+        self._charge_host(layer, self.homes[layer], 1)
+        if through and self.lanes.overlapped:
+            pin(self.homes[layer])
+        elif not through:
+            self.drop(layer)
+
+    def passed(self, layer: int, updated: Event, home: Event) -> None:
+        """A layer is being updated on the device: its weights are new, and its states at home, after these."""
+        self._arriving[layer] = [updated]
+        self._coming_home[layer] = [home]
+        self.settled(layer)
 
     # Layers on the device.
 

@@ -6,7 +6,8 @@ gradient of a layer whose home is not the device goes down once.
 Time: what each resource needs at least.
 
     compute       forward and backward as measured (`_timing`), and the device's own updates
-    copies        bytes each way over the machine's rates, both ways at once as long as there are both
+    copies        bytes each way over the machine's rates, both ways at once as long as there are both; masters and states
+                  that pass through the device go both ways
     host update   bytes that the host's updates touch, over its rate
     disk          states that are read and written there, at the best rates seen
 
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from scrimp.chunks._cuda_meter import CudaMeter
-from scrimp.chunks._home import DEVICE
+from scrimp.chunks._home import DEVICE, THROUGH
 from scrimp.chunks._residency import least_fetched_nbytes
 from scrimp.chunks._store import Store
 from scrimp.cluster import Machine
@@ -73,16 +74,18 @@ class Load:
     again_nbytes: int
     down_nbytes: int
     update_nbytes: int
+    passed_nbytes: int = 0
     disk: dict[str, float] = field(default_factory=dict)  # seconds of reading and of writing
 
     def phases(self, machine: Machine, host_seconds: float, *, judged: bool) -> tuple[Phase, ...]:
-        forward = self.forward_seconds + self.device_update_seconds
+        forward, passed = self.forward_seconds + self.device_update_seconds, self.passed_nbytes
         if not judged:
+            up, down = self.fresh_nbytes + self.again_nbytes + passed, self.down_nbytes + passed
             terms = {
                 "compute": forward + self.backward_seconds,
-                "copies up": (self.fresh_nbytes + self.again_nbytes) / machine.up,
-                "copies down": self.down_nbytes / machine.down,
-                "copies both ways": machine.copy_seconds(self.fresh_nbytes + self.again_nbytes, self.down_nbytes),
+                "copies up": up / machine.up,
+                "copies down": down / machine.down,
+                "copies both ways": machine.copy_seconds(up, down),
                 HOST_UPDATE: host_seconds,
             }
             return (Phase(name="all overlapped", terms=terms | self.disk),)
@@ -90,7 +93,14 @@ class Load:
             "compute": self.backward_seconds,
             "copies both ways": machine.copy_seconds(self.again_nbytes, self.down_nbytes),
         }
-        after = {"compute": forward, "copies up": self.fresh_nbytes / machine.up, HOST_UPDATE: host_seconds}
+        after = {
+            "compute": forward,
+            "copies up": self.fresh_nbytes / machine.up,
+            "copies both ways": machine.copy_seconds(self.fresh_nbytes + passed, passed),
+            HOST_UPDATE: host_seconds,
+        }
+        if not passed:
+            del after["copies both ways"]
         return (
             Phase(name="backward, until the gradients are judged", terms=before),
             Phase(name="update and next forward", terms=after | {k: v for k, v in self.disk.items() if k != DISK_WRITE}),
@@ -181,7 +191,8 @@ def bound(engine: Engine) -> Bound:
     up, down = load.fresh_nbytes + load.again_nbytes, load.down_nbytes
     own = load.update_nbytes / rates.host
     # What the engine reached is possible, whatever was found alone.
-    physical = min(own, (load.update_nbytes + up + down) / machine.host_update) if load.update_nbytes else 0.0
+    touched = load.update_nbytes + up + down + 2 * load.passed_nbytes
+    physical = min(own, touched / machine.host_update) if load.update_nbytes else 0.0
     judged = engine._must_judge
     moved = [after - before for before, after in zip(engine._traffic, astuple(store.traffic), strict=True)]
     return Bound(
@@ -203,7 +214,7 @@ def bound(engine: Engine) -> Bound:
 def _load(engine: Engine, plan: Planned) -> Load:
     assert plan.choice is not None
     store, timing = engine.store, engine.residents.timing
-    at_home = [home.place == DEVICE for home in store.homes]
+    at_home = [home.place in (DEVICE, THROUGH) for home in store.homes]
     # A layer at home on the device crosses nothing, though with several ranks it comes and goes there: left out altogether,
     # it takes no room either, and the least of the others is a bound still.
     nbytes = [0 if there else store.nbytes(k) for k, there in enumerate(at_home)]
@@ -220,6 +231,7 @@ def _load(engine: Engine, plan: Planned) -> Load:
         again_nbytes=up - fresh,
         down_nbytes=sum(_gradients_nbytes(store, k) for k, there in enumerate(at_home) if not there),
         update_nbytes=sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if not at_home[k]),
+        passed_nbytes=sum(c.home_nbytes for k, c in enumerate(plan.costs) if store.homes[k].place == THROUGH),
         disk=store.spill.least_seconds(),
     )
 

@@ -172,6 +172,7 @@ class Engine:
         warn_of_eval(self.model, self.steps)
         self.updating.check_rates(self.steps)
         key = signature(args, kwargs)
+        self.planning.judged = self._must_judge
         while True:
             try:
                 plan = self.planning.prepare(key)

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from scrimp.chunks._classes import Choice, LayerCost, Rates, choose
-from scrimp.chunks._home import DEVICE, DISK, HOST
+from scrimp.chunks._classes import Choice, choose
+from scrimp.chunks._costs import LayerCost, Rates
+from scrimp.chunks._home import DEVICE, DISK, HOST, THROUGH
 from scrimp.chunks._residency import Moment
 from scrimp.chunks._store import Store
+from scrimp.chunks._through import stages_nbytes
 from scrimp.chunks._update import UPDATE_NBYTES
 from scrimp.engine._batch import Signature, covers
 from scrimp.engine._forward import Recompute
@@ -49,10 +51,13 @@ class Planning:
         self.rates = rates
         self.room_nbytes = room_nbytes  # of the device, for weights and all that the meter counts
         self.stage_nbytes = 0  # what an update on the device needs besides
+        self.overlapped = store.lanes.overlapped
+        self.judged = True  # no update before all gradients were looked at
         self.current: Planned | None = None
         self._updates, self._best_update = 0, 0.0
         self._plans: dict[Signature | bytes, Planned] = {}
-        self._homes: frozenset[int] | None = None  # None: not chosen yet
+        self._homes: frozenset[int] | None = None  # on the device; None: not chosen yet
+        self._through: frozenset[int] | None = None
         # On the device from the start: the host has no room for them.
         self._fixed = frozenset(k for k, home in enumerate(store.homes) if home.place == DEVICE)
 
@@ -93,13 +98,14 @@ class Planning:
         """Bring homes from the device to the host, as many as there is room for; whether there were any."""
         store, moved = self.store, False
         room = store.host_room_nbytes
-        layers = [k for k, home in enumerate(store.homes) if home.place == DEVICE]
+        layers = [k for k, home in enumerate(store.homes) if home.place in (DEVICE, THROUGH)]
         for layer in reversed(layers):  # the last ones first: the first are wanted first
             if room is None or store.host_nbytes() + sum(store.home_nbytes(layer)) <= room:
                 store.move_home(layer, HOST)
                 moved = True
         if moved:
             self._homes = frozenset(k for k in layers if store.homes[k].place == DEVICE)
+            self._through = frozenset(k for k in layers if store.homes[k].place == THROUGH)
             for plan in self._plans.values():
                 plan.choice = None
         return moved
@@ -123,11 +129,24 @@ class Planning:
         moments = [replace(moment, room_nbytes=self.room_nbytes - moment.room_nbytes) for moment in trace]
         again = plan.again = self.recompute.again
         may_keep = plan.kept is None and self.mode == "auto"
-        costs = [self._restricted(k, cost, again if may_keep else frozenset()) for k, cost in enumerate(plan.costs)]
+        keepable = again if may_keep else frozenset[int]()
+        costs = [
+            replace(self._restricted(k, cost), recomputable=k in keepable, recomputed=k in again - keepable)
+            for k, cost in enumerate(plan.costs)
+        ]
         self.rates = agreed(self.store.wire, self.rates)
         update_room = self.room_nbytes - self.stage_nbytes
         try:
-            choice = choose(moments, costs, self.rates, update_room_nbytes=update_room, world=self.store.wire.world)
+            choice = choose(
+                moments,
+                costs,
+                self.rates,
+                update_room_nbytes=update_room,
+                stages_nbytes=stages_nbytes(self.store.states + 1),
+                world=self.store.wire.world,
+                overlapped=self.overlapped,
+                judged=self.judged,
+            )
         except FitError:  # it ran, if only just: go on holding the least
             plan.kept = plan.kept or frozenset()
             return
@@ -138,25 +157,29 @@ class Planning:
         plan.kept = plan.kept or frozenset()
         plan.choice, plan.trace = choice, tuple(trace)
         plan.expected = tuple(moment.needs for moment in trace)
-        self._move_homes(plan, choice.device)
+        self._move_homes(plan, choice.device, choice.through)
 
-    def _restricted(self, layer: int, cost: LayerCost, may_keep: frozenset[int]) -> LayerCost:
+    def _restricted(self, layer: int, cost: LayerCost) -> LayerCost:
         """Once homes are chosen, other batches may only bring some back."""
         movable = cost.movable and (self._homes is None or layer in self._homes)
-        return replace(cost, movable=movable, recomputable=layer in may_keep)
+        passable = cost.passable and (self._through is None or layer in self._through)
+        return replace(cost, movable=movable, passable=passable)
 
-    def _move_homes(self, plan: Planned, device: frozenset[int]) -> None:
-        for layer, home in enumerate(self.store.homes):
-            if home.place == DEVICE and layer not in device:
-                self.store.move_home(layer, HOST)
-        for layer in sorted(device):
-            if self.store.homes[layer].place != DEVICE:
-                self.store.move_home(layer, DEVICE)
-        if self._homes is not None and device != self._homes:
+    def _move_homes(self, plan: Planned, device: frozenset[int], through: frozenset[int]) -> None:
+        store = self.store
+        places = [DEVICE if k in device else THROUGH if k in through else HOST for k in range(len(store.homes))]
+        moving = [k for k, home in enumerate(store.homes) if home.place not in (DISK, places[k])]
+        for layer in moving:  # first what makes room
+            if store.homes[layer].place != HOST:
+                store.move_home(layer, HOST)
+        for layer in moving:
+            if places[layer] != HOST:
+                store.move_home(layer, places[layer])
+        if self._homes is not None and (device, through) != (self._homes, self._through):
             for other in self._plans.values():
                 if other is not plan:
                     other.choice = None
-        self._homes = device
+        self._homes, self._through = device, through
 
     def _costs(self, kept_nbytes: dict[int, int], seconds: dict[int, float]) -> tuple[LayerCost, ...]:
         costs = []
@@ -177,9 +200,16 @@ class Planning:
                     again_seconds=float(found[k, 1]),
                     movable=self.store.homes[k].place != DISK and layer.numel > 0,
                     fixed=k in self._fixed,
+                    passable=self._passable(k),
                 )
             )
         return tuple(costs)
+
+    def _passable(self, layer: int) -> bool:
+        """Where nothing but masters and states would have to pass, and they are in memory."""
+        store = self.store
+        weights, gradients, rest = store.home_nbytes(layer)
+        return store.wire.world == 1 and not gradients and rest > 2 * weights and store.homes[layer].place in (HOST, THROUGH)
 
     def _largest(self, trace: list[Moment]) -> list[Moment]:
         """What others took at each moment, on the rank where it was most."""

@@ -11,11 +11,12 @@ import torch
 
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._fused import fused, kinds
-from scrimp.chunks._home import DEVICE, DISK, Opened
+from scrimp.chunks._home import DEVICE, DISK, THROUGH, Opened, Piece
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import Optimizer, rate
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
+from scrimp.chunks._through import Part, Through, tiles
 from scrimp.chunks._update import UPDATE_NBYTES, Updater, stage_numel
 from scrimp.chunks._worker import Gate, Worker
 from scrimp.engine._disk_update import DiskUpdates
@@ -41,6 +42,7 @@ class Updating:
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
         self._nbytes, self._seconds = 0, 0.0
         self._begun: list[Gate] = []  # in this step
+        self._through: Through | None = None
 
     def _hire(self) -> None:
         self.worker = Worker("the host's update")
@@ -88,6 +90,9 @@ class Updating:
         if self.store.homes[layer].place == DISK:
             self._disk.start(layer, slots, numbers, step, scale)
             return
+        if self.store.homes[layer].place == THROUGH:
+            self._pass(layer, slots, numbers, step, scale)
+            return
         data, come = self.store.direct(layer), self.store.take_coming_home(layer)
 
         def job() -> None:
@@ -98,6 +103,22 @@ class Updating:
 
         self.store.gates[layer] = self.worker.submit(layer, job, come)
         self._begun.append(self.store.gates[layer])
+
+    def _pass(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
+        """On the device, beside what comes next there; the layer's next use waits for it there."""
+        if self._through is None:
+            self._through = Through(self.store.device, self.store.states + 1)
+            for tensor in (tensor for stage in self._through.stages for tensor in stage):
+                self.meter.ignore(tensor)
+            self.store.ledger.charge("optimizer", self._through.nbytes)
+            self._passing = self._on_device()
+        factor = None if scale is None else scale.to(self.store.device)
+
+        def apply(part: Part, piece: Piece) -> None:
+            self._passing.apply(self.optimizers[part.slot.name], step, part.count, piece, factor, own_master=False)
+
+        todo = tiles(slots, numbers, self._through.tile)
+        self.store.passed(layer, *self._through.update(layer, self.store.direct(layer), todo, apply))
 
     def _report(self) -> None:
         """What the worker has touched in a step, and in how many seconds."""
