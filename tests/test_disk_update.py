@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from scrimp.engine import Engine, Memory
 from scrimp.engine._metrics import read_metrics
 from scrimp.engine._progress import Progress
 from scrimp.errors import CheckpointError, RunError
+from scrimp.ext.ranks import pool
+from tests import engine_jobs as jobs
 from tests.test_engine import LR, assert_same
 from tests.test_spill import ROOT
 
@@ -50,6 +53,7 @@ def engine_for(folder: Path | None, host: int | str = "auto", **settings: Any) -
     return engine
 
 
+@cache
 def host_for(share: float, precision: str = "bf16") -> int:
     """Between all masters and states on disk and all on the host."""
     engine = engine_for(None, precision=precision)
@@ -118,6 +122,14 @@ def test_a_forward_does_not_wait_for_the_disk_to_write(tmp_path: Path, monkeypat
     held.set()
     assert engine.step(*batch(4)) == want.step(*batch(4))
     assert_same(engine.state_dict(), want.state_dict())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks(mode: str, tmp_path: Path) -> None:
+    settings = {"chunk_numel": 5000, **MODES[mode]}
+    for layers, same in pool(2).run(jobs.same_on_disk, "gpt-tiny", 5, settings, str(tmp_path), timeout_seconds=300):
+        assert layers == 6
+        assert same
 
 
 def test_a_checkpoint_reads_each_layer_once(tmp_path: Path) -> None:
