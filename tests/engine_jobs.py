@@ -88,7 +88,7 @@ def load_state(name: str, settings: dict, folder: str) -> dict:
     state = {f"{key}.master": value for key, value in engine.iter_state()}
     for index, layer in enumerate(engine.store.table.layers):
         for slot in layer.slots:
-            for k in range(engine.store.states):
+            for k in range(engine.store.optimizer.states):
                 full = torch.zeros(slot.numel)
                 with engine.store.opened(index) as data:
                     for piece in data.pieces(slot):

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 
 from scrimp.chunks._arena import arena
-from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened, sizes
+from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened, optimized, sizes
 from scrimp.chunks._lanes import Event, Lanes, Traffic
+from scrimp.chunks._optim import Optimizer
 from scrimp.chunks._shards import Shards
 from scrimp.chunks._spill import SpillFile
 from scrimp.chunks._table import ChunkTable, Slot
@@ -39,7 +40,7 @@ class Store:
         *,
         precision: str,
         device: torch.device,
-        states: int,
+        optimizer: Optimizer,
         accumulate: int,
         books: Books,
         wire: Wire,
@@ -50,7 +51,7 @@ class Store:
         self.precision = precision
         self.dtype = DTYPES[precision]
         self.device = device
-        self.states = states
+        self.optimizer = optimizer
         self.books = books
         self.ledger = books.device
         self.wire = wire
@@ -86,7 +87,7 @@ class Store:
 
     def home_nbytes(self, layer: int) -> tuple[int, int, int]:
         """What a layer's home takes: (weights, gradients of their own, masters and states)."""
-        return sizes(self.shards, layer, self.dtype_of(layer), self.states, self.accumulate)
+        return sizes(self.shards, layer, self.dtype_of(layer), self.optimizer.fields, self.accumulate)
 
     def device_home_nbytes(self, layer: int) -> int:
         """What it costs on the device, beside the layer itself, to have its home there."""
@@ -112,17 +113,21 @@ class Store:
             gradients=arena(trained, dtype, pinned=pinned) if own_master or self.accumulate > 1 else None,
             master=None,
         )
-        fp32 = self.states + (not own_master)
         if place == DISK:
             assert self._disk is not None
-            path = self.table.layers[layer].path
-            home.file = SpillFile(self._disk, {str(k): 4 * trained for k in range(fp32)}, f"layer '{path}'")
-            self.books.disk.charge("optimizer", 4 * trained * fp32)
+            regions = {str(k): field.nbytes(trained) for k, field in enumerate(optimized(dtype, self.optimizer.fields))}
+            home.file = SpillFile(self._disk, regions, f"layer '{self.table.layers[layer].path}'")
+            self.books.disk.charge("optimizer", sum(regions.values()))
         else:
-            tensors = [arena(trained, torch.float32) for _ in range(fp32)]
+            tensors = self._arenas(layer)
             home.master, home.states = (None, tensors) if own_master else (tensors[0], tensors[1:])
         self._charge_host(layer, home, 1)
         return home
+
+    def _arenas(self, layer: int) -> list[torch.Tensor]:
+        """For masters and states."""
+        trained, kept = self.shards.trained_numel(layer), optimized(self.dtype_of(layer), self.optimizer.fields)
+        return [arena(field.numel(trained), field.dtype) for field in kept]
 
     def _charge_host(self, layer: int, home: Home, sign: int) -> None:
         weights, gradients, rest = self.home_nbytes(layer)
@@ -162,9 +167,7 @@ class Store:
 
     def _read(self, home: Home, layer: int, read: bool) -> list[torch.Tensor]:
         assert home.file is not None
-        trained = self.shards.trained_numel(layer)
-        fp32 = self.states + (self.dtype_of(layer) != torch.float32)
-        staged = [arena(trained, torch.float32) for _ in range(fp32)]
+        staged = self._arenas(layer)
         nbytes = sum(tensor.nbytes for tensor in staged)
         self.books.host.charge("temporaries", nbytes)
         try:
@@ -194,11 +197,7 @@ class Store:
 
     def direct(self, layer: int) -> Opened:
         """A layer's data where its home has it, without waiting: for who updates it."""
-        home = self.homes[layer]
-        master = home.weights if home.master is None else home.master
-        return Opened(
-            layer=layer, shards=self.shards, weights=home.weights, gradients=home.gradients, master=master, states=home.states
-        )
+        return self.homes[layer].opened(layer, self.shards, self.optimizer.fields)
 
     def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:
         self.at_rest(layer)

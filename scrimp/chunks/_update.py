@@ -2,19 +2,22 @@
 
 On the host a kernel of our own does it in one pass over memory, with the bits of torch's (`_native.py`). Without it, and on
 a device, torch's fused kernels are used tile by tile. Tiles end on multiples of their size counted from the parameter's own
-start, so that vector lanes and tails, and with them every bit, are those of one call on the whole tensor.
+start, so that vector lanes and tails, and with them every bit, are those of one call on the whole tensor. Coded states are
+decoded and encoded tile by tile (`_codec.py`).
 """
 
 from __future__ import annotations
 
 import torch
 
+from scrimp.chunks._codec import Coder, coder_numel, padded
 from scrimp.chunks._home import Piece
-from scrimp.chunks._native import Native, native, takes
+from scrimp.chunks._native import Native, native, takes, takes_coded
 from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
 
 TILE = 1 << 18  # stays in a core's cache on the host
 CUDA_TILE = 1 << 24  # keeps a device busy
+CODED_SHARE = 4  # coded states have more rows in a stage, and tiles that much smaller
 
 
 def norm(gradient: torch.Tensor) -> torch.Tensor:
@@ -23,17 +26,24 @@ def norm(gradient: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def stage_numel(device: torch.device, largest_numel: int) -> int:
-    return min(CUDA_TILE if device.type == "cuda" else TILE, largest_numel)
+def _tile_numel(device: torch.device, state: str) -> int:
+    return (CUDA_TILE if device.type == "cuda" else TILE) // (1 if state == "fp32" else CODED_SHARE)
+
+
+def stage_numel(device: torch.device, largest_numel: int, state: str) -> int:
+    """A tile's gradients, and what coding its states takes."""
+    tile = min(_tile_numel(device, state), largest_numel)
+    return tile if state == "fp32" else padded(tile) + coder_numel(tile)
 
 
 class Updater:
     """Updates what lives on one device. `stage` is the fp32 tile that gradients are cast into, or scaled in; of
-    parameters of at most `largest_numel`."""
+    parameters of at most `largest_numel`; for coded states it has their rows too."""
 
-    def __init__(self, device: torch.device, largest_numel: int) -> None:
-        self.tile = CUDA_TILE if device.type == "cuda" else TILE
-        self.stage = torch.empty(stage_numel(device, largest_numel), dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, largest_numel: int, state: str = "fp32") -> None:
+        self.tile = _tile_numel(device, state)
+        self.stage = torch.empty(stage_numel(device, largest_numel, state), dtype=torch.float32, device=device)
+        self.coder = None if state == "fp32" else Coder(self.stage[padded(min(self.tile, largest_numel)) :])
         self.native = native() if device.type == "cpu" else None
 
     def apply(
@@ -43,17 +53,22 @@ class Updater:
 
         `step` is the engine's, for the rate; `count` says how often this parameter was updated, this time included."""
         weight = None if own_master else piece.weight
-        if self.native is not None and takes(piece.master, piece.states, piece.gradient, weight):
+        fits = takes if self.coder is None else takes_coded
+        if self.native is not None and fits(piece.master, piece.states, piece.gradient, weight):
             _whole(self.native, optimizer, step, count, piece, weight, scale)
             return
         for start in range(0, piece.master.numel(), self.tile):
-            span = slice(start, start + self.tile)
+            span = slice(start, min(start + self.tile, piece.master.numel()))
             target, fresh = piece.master[span], piece.gradient[span]
             if fresh.dtype != torch.float32 or scale is not None:
                 fresh = self.stage[: target.numel()].copy_(fresh)
             if scale is not None:
                 fresh.mul_(scale)
-            _tile(optimizer, step, count, target, fresh, [state[span] for state in piece.states])
+            if self.coder is None:
+                _tile(optimizer, step, count, target, fresh, [state[span] for state in piece.states])
+            else:
+                _tile(optimizer, step, count, target, fresh, self.coder.decode(piece.states, span))
+                self.coder.encode(piece.states, span, place=piece.inside.start + start, count=count)
             if weight is not None:
                 weight[span].copy_(target)
 
@@ -69,7 +84,12 @@ def _whole(
 ) -> None:
     factor = None if scale is None else float(scale)
     lr, threads = float(rate(optimizer, step)), torch.get_num_threads()
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, AdamW) and optimizer.state != "fp32":
+        kernel.adamw_coded(
+            piece.master, piece.states, piece.gradient, weight, factor, lr=lr, beta1=optimizer.betas[0], beta2=optimizer.betas[1],
+            eps=optimizer.eps, weight_decay=optimizer.weight_decay, count=count, place=piece.inside.start, threads=threads,
+        )  # fmt: skip
+    elif isinstance(optimizer, AdamW):
         m, v = piece.states
         kernel.adamw(
             piece.master, m, v, piece.gradient, weight, factor, lr=lr, beta1=optimizer.betas[0], beta2=optimizer.betas[1],

@@ -19,7 +19,6 @@ from scrimp.chunks._residency import Moment
 from scrimp.chunks._store import Store
 from scrimp.engine._batch import Signature, covers
 from scrimp.engine._forward import Recompute
-from scrimp.engine._updating import UPDATE_NBYTES
 from scrimp.engine._world import agreed
 from scrimp.errors import FitError
 
@@ -170,7 +169,7 @@ class Planning:
                     nbytes=self.store.nbytes(k),
                     home_nbytes=self.store.device_home_nbytes(k),
                     down_nbytes=trained * self.store.dtype_of(k).itemsize * self.store.accumulate,
-                    update_nbytes=trained * UPDATE_NBYTES,
+                    update_nbytes=int(trained * self.store.optimizer.update_nbytes),
                     kept_nbytes=max(0, int(found[k, 0])),
                     again_seconds=float(found[k, 1]),
                     movable=self.store.homes[k].place != DISK and layer.numel > 0,

@@ -19,7 +19,6 @@ from scrimp.chunks._worker import Worker
 from scrimp.errors import RunError
 
 LAST = 1 << 30  # after all layers
-UPDATE_NBYTES = 28  # read and written per parameter: gradient, master, two moments, weight
 
 
 class Updating:
@@ -30,8 +29,9 @@ class Updating:
         self.optimizers = optimizers
         self.meter = meter
         slots = [slot for layer in store.table.layers for slot in layer.slots if slot.trainable]
-        self._largest = max((slot.numel for slot in slots), default=0) if staged else 0
-        self._host = Updater(torch.device("cpu"), self._largest)
+        self._state = store.optimizer.state
+        self._largest = max((slot.numel for slot in slots), default=0) if staged or self._state != "fp32" else 0
+        self._host = Updater(torch.device("cpu"), self._largest, self._state)
         meter.ignore(self._host.stage)
         self._hire()
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
@@ -50,7 +50,7 @@ class Updating:
     @property
     def stage_nbytes(self) -> int:
         """What an update on the device takes there."""
-        return 4 * stage_numel(self.store.device, self._largest)
+        return 4 * stage_numel(self.store.device, self._largest, self._state)
 
     def run(self, landed: list[tuple[int, Slot]], step: int, counts: dict[str, int], scale: torch.Tensor | None) -> None:
         """Homes on the host are updated by the worker, beside what comes next; whoever asks for one waits for it alone."""
@@ -85,7 +85,8 @@ class Updating:
             start = time.perf_counter()
             self._layer(self._host, data, slots, numbers, step, scale)
             self._seconds += time.perf_counter() - start
-            self._nbytes += UPDATE_NBYTES * sum(slot.numel for slot in slots) // self.store.wire.world
+            numel = sum(slot.numel for slot in slots) // self.store.wire.world
+            self._nbytes += int(numel * self.store.optimizer.update_nbytes)
 
         self.store.gates[layer] = self.worker.submit(layer, job)
 
@@ -115,7 +116,7 @@ class Updating:
         return [counts[slot.name] for slot in slots]
 
     def _on_device(self) -> Updater:
-        updater = Updater(self.store.device, self._largest)
+        updater = Updater(self.store.device, self._largest, self._state)
         self.meter.ignore(updater.stage)
         self.store.ledger.charge("temporaries", updater.stage.nbytes)
         return updater
