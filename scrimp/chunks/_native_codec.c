@@ -13,7 +13,7 @@
 #define SMALLEST 0x00800000
 #define DITHER 0xffff0
 
-INLINE void decode(const int8_t *codes, float scale, float *to) {
+INLINE void decode(const int8_t *restrict codes, float scale, float *restrict to) {
     for (int k = 0; k < CODED; k++) {
         int32_t code = codes[k], magnitude = code < 0 ? -code : code;
         uint32_t bits = (uint32_t)(magnitude + ONE - 127) << SHIFT | ((uint32_t)code & 0x80000000);
@@ -21,7 +21,7 @@ INLINE void decode(const int8_t *codes, float scale, float *to) {
     }
 }
 
-INLINE void decode_unsigned(const uint8_t *codes, float scale, float *to) {
+INLINE void decode_unsigned(const uint8_t *restrict codes, float scale, float *restrict to) {
     for (int k = 0; k < CODED; k++) to[k] = from_bits((uint32_t)(codes[k] + ONE - 255) << SHIFT) * scale;
 }
 
@@ -46,8 +46,8 @@ INLINE uint32_t hash(uint32_t x) {
     return x ^ x >> 16;
 }
 
-INLINE void encode(const float *first, const float *second, uint32_t seed, int8_t *codes, float *scale, uint8_t *unsigned_codes,
-                   float *square_scale) {
+INLINE void encode(const float *restrict first, const float *restrict second, uint32_t seed, int8_t *restrict codes,
+                   float *restrict scale, uint8_t *restrict unsigned_codes, float *restrict square_scale) {
     *scale = scale_of(first);
     *square_scale = scale_of(second);
     float inverse = 1.0f / *scale, square_inverse = 1.0f / *square_scale;
