@@ -20,7 +20,7 @@ from scrimp.chunks import _codec, _update
 from scrimp.chunks._home import DEVICE, DISK, HOST
 from scrimp.chunks._optim import AdamW
 from scrimp.engine import Engine, Memory
-from scrimp.errors import FitError, RunError
+from scrimp.errors import CheckpointError, FitError, RunError
 from scrimp.ext.ranks import pool
 from tests import engine_jobs as jobs
 from tests.test_codec import decoded, encoded
@@ -101,6 +101,8 @@ def test_bytes(precision: str, kept: int, tmp_path: Path) -> None:
     assert places(engine) == {DEVICE}
     assert engine.ledger.host.total_nbytes == 0
     assert engine.ledger.now["optimizer"] == rest
+    largest = max(p.numel() for p in engine.model.parameters())
+    assert engine.planning.stage_nbytes == 4 * (5 * largest + largest // 64)  # gradients and four rows; inverses of scales
     held = [t for home in engine.store.homes for t in home.tensors]
     assert sum(t.nbytes for t in held) == engine.ledger.total_nbytes - engine.ledger.now["buffers"]
     rows = [engine.store.home_nbytes(k) for k in range(len(engine.store.homes))]
@@ -143,6 +145,16 @@ def test_going_on_is_as_if_never_stopped(tmp_path: Path) -> None:
         again.load(tmp_path / "ckpt")
         assert run(again, batches_of("gpt-tiny")[5:10]) == want
         assert_same(everything(again), everything(engine))
+
+
+def test_a_codec_that_is_not_known_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    engine = engine_for()
+    engine.save(tmp_path / "ckpt")
+    path = tmp_path / "ckpt" / "manifest.json"
+    path.write_text(path.read_text().replace('"state": "int8"', '"state": "int4"'))
+    with pytest.raises(CheckpointError, match="saved with 'int4' states"):
+        engine.load(tmp_path / "ckpt")
+    run(engine, batches_of("gpt-tiny")[:1])
 
 
 def test_the_other_codec_is_decoded_and_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

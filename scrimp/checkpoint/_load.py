@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from scrimp.checkpoint._manifest import Entry, Manifest, checksum
 from scrimp.checkpoint._save import ASIDE
-from scrimp.chunks._codec import Coder, coder_numel, fields
+from scrimp.chunks._codec import CODECS, Coder, coder_numel, fields
 from scrimp.chunks._home import Piece
 from scrimp.chunks._optim import Optimizer
 from scrimp.chunks._store import Store
@@ -81,13 +81,13 @@ def _fill(files: list[Any], entry: Entry, piece: Piece, saved: str, optimizer: O
 
 def _recode(sources: list[Any], out: slice, piece: Piece, into: slice, count: int, *, encode: bool) -> None:
     coded = fields(2, "int8")
-    coder = Coder(torch.empty(coder_numel(min(TILE, out.stop - out.start))))
+    coder = Coder(torch.empty(coder_numel(min(TILE, out.stop - out.start)), device="cpu"))
     for start in range(0, out.stop - out.start, TILE):
         numel = min(TILE, out.stop - out.start - start)
         source, target = (slice(whole.start + start, whole.start + start + numel) for whole in (out, into))
         tile = slice(0, numel)
         if encode:
-            states = [torch.empty(field.numel(numel), dtype=field.dtype) for field in coded]
+            states = [torch.empty(field.numel(numel), dtype=field.dtype, device="cpu") for field in coded]
             for moment, saved in zip(coder.moments(tile), sources, strict=True):
                 moment.copy_(saved[source])
             coder.encode(states, tile, place=piece.inside.start + target.start, count=count)
@@ -115,6 +115,8 @@ def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> N
             f"{where} was saved with {manifest.optimizer} of {manifest.states} states, "
             f"the engine has {optimizer} of {store.optimizer.states}"
         )
+    if manifest.state not in CODECS:
+        raise CheckpointError(f"{where} was saved with {manifest.state!r} states; this scrimp knows {CODECS}")
     if manifest.state != store.optimizer.state:
         warnings.warn(
             f"{where} was saved with {manifest.state} states, the engine keeps them in {store.optimizer.state}: they are "

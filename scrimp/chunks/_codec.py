@@ -23,6 +23,8 @@ import torch
 from scrimp.chunks._table import ALIGN
 from scrimp.errors import RunError
 
+CODECS = ("fp32", "int8")
+
 BLOCK = ALIGN
 SHIFT = 20  # bits of fp32 below a code: 3 of the 23 mantissa bits stay
 ONE = 0x3F800000 >> SHIFT  # the bits of 1.0, which is the largest code
@@ -62,7 +64,7 @@ def fields(states: int, codec: str) -> tuple[Field, ...]:
         return (Field(dtype=torch.float32),) * states
     if codec == "int8" and states == 2:
         return Field(dtype=torch.int8), _SCALES, Field(dtype=torch.uint8), _SCALES
-    raise RunError(f"optimizer states as {codec!r} are not possible; there are 'fp32' and 'int8'")
+    raise RunError(f"optimizer states as {codec!r} are not possible; there are {' and '.join(map(repr, CODECS))}")
 
 
 def padded(elements: int) -> int:

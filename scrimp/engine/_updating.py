@@ -31,8 +31,10 @@ class Updating:
         slots = [slot for layer in store.table.layers for slot in layer.slots if slot.trainable]
         self._state = store.optimizer.state
         self._largest = max((slot.numel for slot in slots), default=0) if staged or self._state != "fp32" else 0
-        self._host = Updater(torch.device("cpu"), self._largest, self._state)
-        meter.ignore(self._host.stage)
+        # The worker's, and one for homes on disk, which are updated beside it: a stage is one thread's.
+        self._host, self._disk = (Updater(torch.device("cpu"), self._largest, self._state) for _ in range(2))
+        for updater in (self._host, self._disk):
+            meter.ignore(updater.stage)
         self._hire()
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
         self._nbytes, self._seconds = 0, 0.0
@@ -64,7 +66,7 @@ class Updating:
             if place == HOST:
                 self.start(layer, slots, numbers, step, scale)
                 continue
-            updater, factor = self._host, scale
+            updater, factor = self._disk, scale
             if place == DEVICE:
                 there = there or self._on_device()
                 updater, factor = there, None if scale is None else scale.to(self.store.device)
