@@ -1,101 +1,100 @@
 """Training within a cap, side by side: `make bench-gpu`, or `python -m bench.gpu --section NAME [--device cpu]`.
 
-Every contender runs in a process of its own, one after the other, so that each has the machine to itself; a section's
-contenders are run in turns. Results are kept under bench/results/, and what is there for this commit is not run again.
+Every contender runs in a process of its own, one after the other, so that each has the machine to itself. What is known for
+this commit is not measured again. Results are rows in bench/results/COMMIT.json, and as tables in COMMIT.md beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench.gpu_contenders import CONTENDERS, Case, available
+from bench.gpu_cases import Case
+from bench.gpu_contenders import CONTENDERS, available
+from bench.gpu_results import RESULTS, Row, key_of, page, read_rows, spared, usable, write_rows
+from bench.gpu_sections import SECTIONS, points_on
+from bench.gpu_watch import Outcome, watched
 from bench.machine import machine
-from scrimp.ledger import format_nbytes
-
-RESULTS = Path(__file__).parent / "results"
-LARGE: dict[str, Any] = {"layers": 32, "dim": 4096, "batch": 8}
-SMALL: dict[str, Any] = {"layers": 2, "dim": 256, "batch": 2, "seq": 64, "vocab": 512, "cap": "1GiB"}
-SECTIONS: dict[str, list[Case]] = {
-    "24GiB": [Case(**LARGE, cap="24GiB"), Case(**LARGE, cap="24GiB", clip=True)],
-    "80GiB": [Case(**LARGE, cap="80GiB"), Case(**LARGE, cap="80GiB", clip=True)],
-    "12GiB": [Case(layers=32, dim=2560, batch=8, cap="12GiB")],
-    "batch-32": [Case(**{**LARGE, "batch": 32}, cap="80GiB")],
-    "all-fits": [Case(layers=24, dim=2048, batch=8, cap="139GiB")],
-    "tiny": [Case(**SMALL), Case(**SMALL, clip=True)],  # to try this out, without a GPU too
-}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--section", choices=[*SECTIONS], action="append")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=int, default=150, help="at most, for one contender")
-    args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip() or "unknown"
-    for section in args.section or [name for name in SECTIONS if name != "tiny"]:
-        path = RESULTS / f"{section}-{commit}.json"
-        found = json.loads(path.read_text())["rows"] if path.exists() else {}
-        for case in SECTIONS[section]:
-            case = Case(**{**asdict(case), "device": args.device})
-            for name in CONTENDERS:
-                key = f"{name} | {json.dumps(asdict(case))}"
-                if key not in found:
-                    found[key] = one(name, case, args.seconds)
-                    RESULTS.mkdir(exist_ok=True)
-                    path.write_text(json.dumps({"machine": machine(), "commit": commit, "rows": found}, indent=1))
-        print(table(section, found), flush=True)
-        path.with_suffix(".md").write_text(table(section, found))
+def main(arguments: Sequence[str] | None = None) -> None:
+    args, start = _arguments(arguments), time.monotonic()
+    here = machine()
+    args.results.mkdir(parents=True, exist_ok=True)
+    rows = usable(read_rows([RESULTS, args.results]), args.commit, here, keep=args.keep)
+    for section in args.section or [name for name in SECTIONS if not name.startswith("tiny")]:
+        failed: set[str] = set()
+        for point in points_on(args.device, section):
+            for name in point.contenders:
+                if args.contender and name not in args.contender:
+                    continue
+                key = key_of(name, point.case)
+                late = time.monotonic() - start > args.budget
+                if key not in rows and not late and not (point.search and name in failed):
+                    found = spared(name, point.case, rows) or measure(name, point.case, args.seconds)
+                    about = {"contender": name, "case": asdict(point.case), "commit": args.commit, "machine": here}
+                    rows[key] = {**about, "when": datetime.now(UTC).isoformat(timespec="seconds"), **found}
+                    write_rows(args.results, args.commit, rows.values())
+                    print(f"{section}: {_summary(rows[key])}", flush=True)
+                if "failed" in rows.get(key, {}):
+                    failed.add(name)
+        print(page(section, args.device, rows), flush=True)
+    facts = "".join(f"- {name}: {value}\n" for name, value in {**here, "commit": args.commit}.items())
+    pages = [page(section, args.device, rows) for section in SECTIONS]
+    (args.results / f"{args.commit}.md").write_text("\n".join([f"# make bench-gpu\n\n{facts}", *filter(None, pages)]))
 
 
-def one(name: str, case: Case, seconds: int) -> dict[str, object]:
+def measure(name: str, case: Case, seconds: float) -> Row:
     if not available(name):
         return {"failed": "not installed"}
     command = [sys.executable, "-m", "bench.gpu_run", name, json.dumps(asdict(case))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=dict(os.environ))
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done in {seconds} s"}
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["killed"])[-1]
-        return {"failed": "out of memory" if "out of memory" in done.stderr.lower() else last[:200]}
-    result: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    # On a GPU's host the optimizers of most contenders run on all cores, whatever make says for the sake of tests.
+    env = {name: value for name, value in os.environ.items() if case.device != "cuda" or name != "OMP_NUM_THREADS"}
+    return row_of(watched(command, seconds=seconds, env=env))
 
 
-def table(section: str, rows: dict[str, dict[str, object]]) -> str:
-    """One table for each point, times beside scrimp's."""
-    lines = [f"## {section}", ""]
-    for case in dict.fromkeys(key.split(" | ", 1)[1] for key in rows):
-        here = {key.split(" | ", 1)[0]: row for key, row in rows.items() if key.split(" | ", 1)[1] == case}
-        point = Case(**json.loads(case))
-        lines += [
-            f"{point.layers} layers of {point.dim}, batch {point.batch}, cap {point.cap}{', clipped' if point.clip else ''}:",
-            "",
-            "| contender | s/step | spread | times scrimp's | GPU reserved | host peak | last loss |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        base = here.get("scrimp", {}).get("median_s")
-        for name, row in here.items():
-            if "failed" in row:
-                lines.append(f"| {name} | {row['failed']} | | | | | |")
-                continue
-            ratio = f"{float(row['median_s']) / float(base):.2f}" if base else ""  # type: ignore[arg-type]
-            lines.append(
-                f"| {name} | {row['median_s']:.3f} | {row['least_s']:.3f} to {row['most_s']:.3f} | {ratio} | "
-                f"{format_nbytes(int(str(row['reserved_nbytes'])))} | {format_nbytes(int(str(row['host_nbytes'])))} | "
-                f"{row['losses'][-1]:.4f} |"  # type: ignore[index]
-            )
-        lines.append("")
-    return "\n".join(lines)
+def row_of(outcome: Outcome) -> Row:
+    """The last line of JSON that was printed has everything, up to where it failed."""
+    lines = [line for line in outcome.stdout.splitlines() if line.startswith('{"built_s"') and line.endswith("}")]
+    row: Row = {**(json.loads(lines[-1]) if lines else {}), "process_s": outcome.seconds, "host_nbytes": outcome.host_nbytes}
+    if outcome.ended is not None:
+        row["failed"] = outcome.ended
+    elif outcome.returncode < 0:
+        row["failed"] = f"killed by signal {-outcome.returncode}"
+    elif outcome.returncode:
+        last = (outcome.stderr.strip().splitlines() or [f"ended with {outcome.returncode}"])[-1]
+        row["failed"] = "out of GPU memory" if "CUDA out of memory" in outcome.stderr else last[:300]
+        row["stderr"] = outcome.stderr[-4000:]
+    return row
+
+
+def _summary(row: Row) -> str:
+    times = ", ".join(f"{mode} {found['median_s']:.3f} s" for mode, found in row.get("modes", {}).items())
+    return f"{row['contender']}: {times} {row.get('failed', '')} (took {row.get('process_s', 0):.0f} s)"
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    commit = machine()["commit"].partition(",")[0]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", choices=[*SECTIONS], action="append", help="several may be given; without any, all")
+    parser.add_argument("--contender", choices=[*CONTENDERS], action="append", help="these alone")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=240, help="at most, for one contender at one point")
+    parser.add_argument("--budget", type=float, default=math.inf, help="start nothing more after so many seconds")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to write to")
+    parser.add_argument("--keep", action="store_true", help="take other contenders' rows of older commits")
+    parser.add_argument("--commit", default=commit, help="what to call this code, where there is no git")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+
+from bench.contenders_folder import FOLDER
 
 UNKNOWN = "unknown"
 
@@ -20,13 +25,15 @@ def machine() -> dict[str, str]:
     """Such as {"cpu": "...", "cores": "2", "memory": "23.5 GiB", "torch": "2.13.0+cpu", "commit": "1a2b3c4, changed since"}."""
     facts: dict[str, Callable[[], str]] = {
         "cpu": _cpu,
+        "gpu": _gpu,
         "cores": _cores,
         "memory": _memory,
+        "available": _available,
         "os": lambda: platform.platform(),
         "load": _load,
         "python": platform.python_version,
         "torch": lambda: _version("torch"),
-        "jax": lambda: _version("jax"),
+        **{name: partial(_version, name) for name in ("triton", "transformers", "deepspeed", "torchao", "jax")},
         "commit": _commit,
     }
     return {name: _or_unknown(find) for name, find in facts.items()}
@@ -60,16 +67,28 @@ def _memory() -> str:
     return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
 
 
+def _available() -> str:
+    """What the host has left at the start."""
+    from scrimp.engine._memory import available_host_nbytes  # here, because it brings torch
+
+    return f"{available_host_nbytes() / 2**30:.1f} GiB"
+
+
+def _gpu() -> str:
+    """Its name, memory and driver; without the driver's own tool, as where there is none: "none"."""
+    if shutil.which("nvidia-smi") is None:
+        return "none"
+    return _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+
+
 def _load() -> str:
     """Load averages at the start: others on the machine slow the figures down."""
     return " ".join(f"{load:.2f}" for load in os.getloadavg())
 
 
 def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    found = next(iter(metadata.distributions(name=package, path=[*sys.path, str(FOLDER)])), None)
+    return found.version if found is not None else "not installed"
 
 
 def _commit() -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from io import StringIO
 from math import prod
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from scrimp.cli import _demo_moves, _doctor
 from scrimp.cli._app import app
 from scrimp.cli._move import parse_shape
 from scrimp.cli._picture import borders, cells, frames, nbytes_text, picture, ranks_text
+from scrimp.cluster import Cluster
 from scrimp.layout import Mesh
 from scrimp.move import Program, synthesize
 
@@ -53,7 +55,7 @@ def test_help_names_the_commands_and_loads_no_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    assert all(command in ran.stdout for command in ("move", "doctor", "demo"))
+    assert all(command in ran.stdout for command in ("move", "doctor", "probe", "demo"))
     assert "loaded []" in ran.stdout
 
 
@@ -238,12 +240,28 @@ def test_small_texts() -> None:
     assert [nbytes_text(n) for n in sizes] == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "1020 KiB", "3 GiB", "5120 TiB"]
 
 
+# The probe.
+
+
+def test_probe(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    text = scrimp("probe", "--device", "cpu", "--disk", str(tmp_path), "--json", str(file)).output
+    for name in ("device", "compute, bf16", "copies up", "copies down", "host update", "disk"):
+        assert re.search(rf"^{name}.* \S", text, re.MULTILINE), text
+    machine = Cluster.from_json(file.read_text()).machine
+    assert machine is not None
+    assert all(figure in text for _, figure in machine.rows())
+    wrong = scrimp("probe", "--device", "cpu", "--json", str(tmp_path / "no" / "where.json"), code=2)
+    assert "cannot be written" in wrong.stderr
+    assert "neither 'cuda' nor 'cpu'" in scrimp("probe", "--device", "meta", code=2).stderr
+
+
 # The doctor.
 
 
 def test_doctor() -> None:
     text = scrimp("doctor").output
-    for name in ("python", "memory", "disk", "torch", "native kernel", "gpu", "distributed", "packages"):
+    for name in ("python", "memory", "disk", "torch", "native kernel", "device kernel", "gpu", "distributed", "packages"):
         assert re.search(rf"^{name} +\S", text, re.MULTILINE), text
     assert "failed" not in text
 

@@ -155,7 +155,7 @@ def test_bytes_of_an_update_and_of_states() -> None:
 
 
 def updater(numel: int, kernel: Native | None) -> Updater:
-    made = Updater(torch.device("cpu"), numel, "int8")
+    made = Updater(torch.device("cpu"), numel, state="int8")
     made.native = kernel
     return made
 
@@ -273,7 +273,7 @@ def test_tiles_need_what_the_stage_has_and_nothing_else() -> None:
     """Two tiles and a bit, in a stage of exactly the promised size, without a storage of a tile's size besides."""
     numel = 2 * (TILE // _update.CODED_SHARE) + 100
     made = updater(numel, None)
-    assert made.stage.numel() == stage_numel(torch.device("cpu"), numel, "int8")
+    assert made.stage.numel() == stage_numel(torch.device("cpu"), numel, None, "int8")
     piece = piece_of(numel, torch.bfloat16, torch.bfloat16)
     with torch.profiler.profile(profile_memory=True) as profile:
         made.apply(AdamW(state="int8"), 0, 1, piece, torch.tensor(0.5), own_master=False)
@@ -302,7 +302,7 @@ def test_a_gpu_codes_with_the_same_bits() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpus_update_takes_its_stage_and_no_more() -> None:
     numel = 3 * (_update.CUDA_TILE // _update.CODED_SHARE) + 100
-    made = Updater(torch.device("cuda"), numel, "int8")
+    made = Updater(torch.device("cuda"), numel, state="int8")
     piece = piece_of(numel, torch.bfloat16, torch.bfloat16)
     states, on_host = [state.cuda() for state in piece.states], (piece.weight, piece.gradient, piece.master)
     weight, gradient, master = (tensor.cuda() for tensor in on_host)

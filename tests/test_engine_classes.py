@@ -125,6 +125,43 @@ def test_a_longer_batch_brings_homes_back(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_the_host_has_no_room_for_lives_on_the_device_from_the_start(precision: str, tmp_path: Path) -> None:
+    """And stays there when a longer batch wants room, since there is nowhere to go."""
+    mixed = [*batches(seq=8, batch=2)[:3], *batches(batch=8)[3:5], *batches(seq=8, batch=2)[5:STEPS]]
+    loop = train_fp32 if precision == "fp32" else train_bf16
+    want, _ = loop(model_of(), mixed, adamw)
+    whole = engine_for(precision=precision)
+    sizes = [sum(whole.store.home_nbytes(k)) for k in range(len(whole.store.homes))]
+    host = sum(sizes) * 2 // 3
+    memory = Memory(device="1GiB", host=host)
+    engine = Engine(
+        copy.deepcopy(model_of()), optimizer=AdamW(lr=LR), memory=memory, device="cpu", precision=precision, recompute="all"
+    )
+    first = homes(engine)
+    assert 0 < first < len(sizes)
+    assert engine.ledger.host.total_nbytes <= host
+    engine.step(*mixed[0])
+    everything = homes(engine)
+    assert everything > first  # there was room
+    engine.save(tmp_path / "one")
+    engine.planning.homes_back()
+    assert 0 < homes(engine) < everything
+    for batch in mixed[1:]:
+        engine.step(*batch)
+    assert engine.ledger.host.peak_nbytes <= host
+    assert_same(engine.state_dict(), want)
+    again = Engine(
+        copy.deepcopy(model_of()), optimizer=AdamW(lr=LR), memory=memory, device="cpu", precision=precision, recompute="all"
+    )
+    again.load(tmp_path / "one")
+    for batch in mixed[1:]:
+        again.step(*batch)
+    assert_same(again.state_dict(), want)
+    engine.close()
+    assert engine.ledger.host.total_nbytes <= host
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluating_a_large_batch_between_steps(precision: str) -> None:
     """It takes the room of homes, if it must; the numbers of the steps around it do not change."""
     small, large = batches(seq=8, batch=2)[:STEPS], batches(batch=8)[0]

@@ -21,7 +21,7 @@ from scrimp.chunks import _update
 from scrimp.chunks._home import DISK, HOST
 from scrimp.chunks._optim import SGD, AdamW, Optimizer
 from scrimp.engine import Engine, Memory
-from scrimp.errors import FitError, RunError
+from scrimp.errors import CheckpointError, FitError, RunError
 from tests.reference import train_bf16, train_fp32
 from tests.test_engine import LR, adamw, assert_same, traced_peak
 from tests.test_spill import ROOT, _can
@@ -85,6 +85,7 @@ def test_bit_equal_with_some_layers_on_disk(
         on_disk = sum(engine.store.home_nbytes(k)[2] for k, place in enumerate(places(engine)) if place == DISK)
         for batch in batches()[:STEPS]:
             engine.step(*batch)
+        engine.wait()
         traffic = engine.store.traffic
         # once each in every step; written once more when the model was taken over
         assert (traffic.read_nbytes, traffic.written_nbytes) == (STEPS * on_disk, (STEPS + 1) * on_disk)
@@ -174,19 +175,29 @@ def test_a_flipped_bit_ends_the_run_until_a_checkpoint_is_loaded(precision: str,
     layer = places(engine).index(DISK)
     path = engine.store.table.layers[layer].path
     flip(engine, layer)
-    with pytest.raises(RunError, match=rf"layer '{path}': region '0'.*checksum.*load the last checkpoint"):
-        engine.step(*batches()[3])
-    for use in (lambda: engine.step(*batches()[3]), lambda: engine.evaluate(*batches()[3]), engine.state_dict):
-        with pytest.raises(RunError, match=rf"step 3 failed in its update \(RunError: layer '{path}'.*engine\.load\(folder\)"):
+    words = rf"layer '{path}': region '0', block 0 of 1.*checksum.*load the last checkpoint"
+    with pytest.raises(RunError, match=words):  # in the step, or beside it
+        step_and_wait(engine, batches()[3])
+    uses = (lambda: engine.step(*batches()[4]), lambda: engine.evaluate(*batches()[3]), engine.state_dict)
+    for use in (*uses, lambda: engine.save(tmp_path / "other")):
+        with pytest.raises(RunError, match=words):
             use()
-    with pytest.raises(RunError, match="load the last checkpoint"):
-        engine.save(tmp_path / "other")
     assert not (tmp_path / "other").exists()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        engine.load(tmp_path / "other")
+    for use in uses:  # what is broken stays broken
+        with pytest.raises(RunError, match=rf"layer '{path}': region '0'.*engine\.load\(folder\)"):
+            use()
     engine.load(tmp_path / "ckpt")
     for batch in batches()[3:STEPS]:
         engine.step(*batch)
     assert_same(engine.state_dict(), want.state_dict())
     assert engine.ledger.host.now["temporaries"] == 0
+
+
+def step_and_wait(engine: Engine, batch: Any) -> None:
+    engine.step(*batch)
+    engine.wait()
 
 
 def test_a_flipped_bit_found_while_saving_or_looking_harms_nothing_else(tmp_path: Path) -> None:
@@ -210,9 +221,10 @@ def test_a_disk_that_fails_while_writing(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
-        with pytest.raises(RunError, match=r"layer '.*could not be written: Input/output error.*load the last checkpoint"):
-            engine.step(*batches()[1])
-    with pytest.raises(RunError, match="step 1 failed in its update"):
+        words = r"layer '.*could not be written: Input/output error.*load the last checkpoint"
+        with pytest.raises(RunError, match=words):
+            step_and_wait(engine, batches()[1])
+    with pytest.raises(RunError, match=words):
         engine.step(*batches()[1])
 
 
@@ -283,10 +295,11 @@ def test_a_host_that_is_too_small_is_found_before_anything_is_allocated(monkeypa
     monkeypatch.setattr("scrimp.chunks._store.arena", lambda numel, *_, **__: made.append(numel))
     words = (
         r"model data takes 750\.8 KiB on this rank's host \(weights .* KiB, gradients 0 B, optimizer .* KiB\), its share of the "
-        r"host budget is 100\.0 KiB \(as asked for, 1 ranks here\)\. Use Memory\(disk=folder\) .*larger Memory\(host=\.\.\.\)"
+        r"host budget is 100\.0 KiB \(as asked for, 1 ranks here\), and the device has no room for the rest: 600\.0 KiB "
+        r"\(as asked for\)\. Use Memory\(disk=folder\) .*larger Memory\(host=\.\.\.\)"
     )
     with pytest.raises(FitError, match=words):
-        engine_for(None, "100KiB")
+        Engine(zoo.build("gpt-tiny", **SHAPE), memory=Memory(device="600KiB", host="100KiB"), device="cpu")
     assert not made
 
 

@@ -110,3 +110,51 @@ def test_updated_in_backward_bits_are_the_same(budget: str) -> None:
     assert engine._started
     got = engine.state_dict()
     assert all(torch.equal(got[key], value) for key, value in want.items())
+
+
+class Happening:
+    """As an event: happens when it is told to, and says who waited for it."""
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+
+    def happen(self) -> None:
+        self._happened.set()
+
+    def query(self) -> bool:
+        return self._happened.is_set()
+
+    def synchronize(self) -> None:
+        assert self._happened.wait(10)
+
+
+def test_no_job_waits_while_another_could_run() -> None:
+    """Gradients come from the last layer to the first: the lowest that was submitted is the one that comes last."""
+    worker, done = Worker("work"), []
+    come = {layer: Happening() for layer in (3, 2, 1, 0)}
+    gates = {layer: worker.submit(layer, lambda k=layer: done.append(k), [come[layer]]) for layer in come}
+    worker.submit(1 << 30, lambda: done.append("all"), [*gates.values()])
+    come[3].happen()
+    gates[3].wait()
+    assert done == [3]
+    come[1].happen()
+    come[2].happen()  # the thread waits for this one, which was to be the next
+    gates[1].wait()
+    gates[2].wait()
+    assert sorted(done[1:]) == [1, 2]
+    come[0].happen()
+    gates[0].wait()
+    worker.close()
+    assert done[3:] == [0, "all"]
+
+
+def test_an_event_that_fails_opens_every_gate_too() -> None:
+    class Bad(Happening):
+        def query(self) -> bool:
+            raise RuntimeError("the device is gone")
+
+    worker = Worker("work")
+    gate = worker.submit(0, lambda: None, [Bad()])
+    with pytest.raises(RunError, match="the device is gone"):
+        gate.wait()
+    worker.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 
 from scrimp.checkpoint._manifest import NAME, Entry, Extent, Manifest
 from scrimp.checkpoint._write import Named, write
+from scrimp.chunks._home import Opened
 from scrimp.chunks._store import Store
 from scrimp.chunks._wire import Wire
 from scrimp.errors import CheckpointError, ScrimpError
@@ -47,7 +48,8 @@ def save(
     name = f"rank-{wire.rank}.safetensors"
     mine = bytes(32)
     with _together(wire, goal):
-        mine = write(work / name, _tensors(store, rng, buffers))
+        with _OneLayer(store) as layers:
+            mine = write(work / name, _tensors(store, layers, rng, buffers))
         _flush(work / name)
     checksums = wire.every(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     with _together(wire, goal):
@@ -108,7 +110,28 @@ def _check_goal(goal: Path) -> None:
         )
 
 
-def _tensors(store: Store, rng: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Iterator[Named]:
+class _OneLayer(ExitStack):
+    """Layers opened one at a time, each once for all of its tensors: one on disk is read as a whole."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._data: Opened | None = None
+
+    def part(self, layer: int, which: str | int) -> Callable[[], torch.Tensor]:
+        def make() -> torch.Tensor:
+            if self._data is None or self._data.layer != layer:
+                self._data = None
+                self.close()
+                self._data = self.enter_context(self._store.opened(layer))
+            return _on_host(self._data.states[which] if isinstance(which, int) else getattr(self._data, which))
+
+        return make
+
+
+def _tensors(
+    store: Store, layers: _OneLayer, rng: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> Iterator[Named]:
     """What this rank writes, each tensor made when its turn comes."""
     for key, state in rng.items():
         yield f"rng.{key}", state.dtype, tuple(state.shape), partial(_on_host, state)
@@ -118,24 +141,15 @@ def _tensors(store: Store, rng: Mapping[str, torch.Tensor], buffers: Mapping[str
     for layer in range(len(store.table.layers)):
         trained = store.shards.trained_numel(layer)
         wide = store.dtype_of(layer) == torch.float32
-        yield f"weights.{layer}", store.dtype_of(layer), (store.shards.numel(layer),), _part(store, layer, "weights")
+        yield f"weights.{layer}", store.dtype_of(layer), (store.shards.numel(layer),), layers.part(layer, "weights")
         if not wide:
-            yield f"master.{layer}", torch.float32, (trained,), _part(store, layer, "master")
+            yield f"master.{layer}", torch.float32, (trained,), layers.part(layer, "master")
         for k, field in enumerate(store.optimizer.fields):
-            yield f"state-{k}.{layer}", field.dtype, (field.numel(trained),), _part(store, layer, k)
+            yield f"state-{k}.{layer}", field.dtype, (field.numel(trained),), layers.part(layer, k)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
-
-
-def _part(store: Store, layer: int, which: str | int) -> Callable[[], torch.Tensor]:
-    def make() -> torch.Tensor:
-        with store.opened(layer) as data:
-            tensor: torch.Tensor = data.states[which] if isinstance(which, int) else getattr(data, which)
-            return _on_host(tensor)
-
-    return make
 
 
 def _entries(store: Store, counts: Mapping[str, int]) -> dict[str, Entry]:

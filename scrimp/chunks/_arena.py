@@ -26,11 +26,13 @@ def arena(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tens
         mapping.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(mapping, dtype=dtype)
     if pinned:
-        _register(tensor)
+        tensor.zero_()  # by all threads: registering would touch the pages one after the other
+        register(tensor)
     return tensor
 
 
-def _register(tensor: torch.Tensor) -> None:
+def register(tensor: torch.Tensor) -> None:
+    """Pin what is there. Pages that nobody has touched yet would be touched one after the other."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     error = runtime.cudaHostRegister(address, tensor.nbytes, 0)

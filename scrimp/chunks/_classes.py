@@ -2,17 +2,19 @@
 
 Variables:
     A   layers whose home is the device: no traffic, updated there; each holds its weights, masters and states for good
+    T   layers whose weights stay on the device, and whose masters and states pass through it for the update
     K   layers whose activations are kept from forward to backward; the others' are computed again
     the schedule of the rest (`_residency`): how often each layer's weights come
-
-Seconds of a step = compute again (layers not in K) + bytes up / link up + bytes down / link down
-                    + bytes the host's update touches / host rate + bytes the device's touches / device rate
 
 Constraint, at every moment: A + weights there + kept activations + what the trace saw beside weights <= budget.
 
 A grows from the first layers executed (their gradients come last and their weights are wanted first), K from the last
 ones (their activations live the shortest). That leaves two numbers, searched on a grid that is refined around its best
-point; every point is a full simulation of the schedule.
+point; every point is a full simulation of the schedule. For each of them the size of T is a linear program in one unknown
+(each layer more takes from the host's memory what it gives to link and device), so all its sizes are compared; its layers
+are spread evenly, so that the host and the link are done with their shares at the same time all along the model.
+
+Seconds of a step: `_costs`.
 """
 
 from __future__ import annotations
@@ -20,75 +22,68 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from scrimp.chunks._costs import LayerCost, Rates, Work, seconds
 from scrimp.chunks._residency import Moment, Schedule, schedule
 from scrimp.errors import FitError
 
 GRID = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Bytes per second: over the link up and down, and touched by an update on the host and on the device."""
-
-    up: float
-    down: float
-    host: float
-    device: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerCost:
-    """One layer: what it takes on the device, and what more to have its home there; bytes of gradients that go home and
-    that an update touches; bytes and seconds of its activations, if they can be computed again."""
-
-    nbytes: int
-    home_nbytes: int
-    down_nbytes: int
-    update_nbytes: int
-    kept_nbytes: int = 0
-    again_seconds: float = 0.0
-    recomputable: bool = False
-    movable: bool = True  # its home may be the device
+BACKWARD = 2  # a backward computes about twice a forward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     device: frozenset[int]
+    through: frozenset[int]
     kept: frozenset[int]
     schedule: Schedule
     moments: tuple[Moment, ...]  # with the room that this choice leaves
     up_nbytes: int
     down_nbytes: int
-    seconds: float  # predicted, without what every choice has to compute
+    seconds: float  # predicted
 
 
 def choose(
-    moments: Sequence[Moment], layers: Sequence[LayerCost], rates: Rates, *, update_room_nbytes: int, world: int = 1
+    moments: Sequence[Moment],
+    layers: Sequence[LayerCost],
+    rates: Rates,
+    *,
+    update_room_nbytes: int,
+    stages_nbytes: int = 0,
+    world: int = 1,
+    overlapped: bool = False,
+    judged: bool = True,
 ) -> Choice:
     """`room_nbytes` of the moments is what the trace left, with every recomputable layer recomputed and no home on the
-    device; `update_room_nbytes` is what an update leaves for homes."""
-    order = [layer for moment in moments for layer in moment.needs]
-    movable = [k for k in dict.fromkeys(order) if layers[k].movable]
-    recomputable = [k for k in reversed(dict.fromkeys(order)) if layers[k].recomputable]
-    spans = _spans(moments)
+    device; `update_room_nbytes` is what an update leaves for homes; `stages_nbytes` are needed for anything to pass."""
+    order = [*dict.fromkeys(layer for moment in moments for layer in moment.needs)]
+    fixed = [k for k, layer in enumerate(layers) if layer.fixed]
+    movable = [*fixed, *(k for k in order if layers[k].movable and not layers[k].fixed)]
+    recomputable = [k for k in reversed(order) if layers[k].recomputable]
+    point = _Point(moments, layers, rates, _spans(moments), update_room_nbytes, stages_nbytes, world, overlapped, judged)
     tried: dict[tuple[int, int], Choice | None] = {}
 
     def attempt(homes: int, keeps: int) -> Choice | None:
         if (homes, keeps) not in tried:
             device, kept = frozenset(movable[:homes]), frozenset(recomputable[:keeps])
-            tried[homes, keeps] = _evaluate(moments, layers, rates, spans, device, kept, update_room_nbytes, world)
+            found = point.evaluate(device, kept)
+            if found is not None and overlapped:
+                passing = point.passing(found, [k for k in order if layers[k].passable and k not in device])
+                other = point.evaluate(device, kept, passing) if passing else None
+                found = other if other is not None and other.seconds < found.seconds else found
+            tried[homes, keeps] = found
         return tried[homes, keeps]
 
-    best = _refine(attempt, len(movable), len(recomputable))
+    best = _refine(attempt, len(fixed), len(movable), len(recomputable))
     if best is None:
-        _evaluate(moments, layers, rates, spans, frozenset(), frozenset(), update_room_nbytes, world, strict=True)
+        point.evaluate(frozenset(fixed), frozenset(), strict=True)
         raise FitError("no choice of homes and kept activations fits")
     return best
 
 
-def _refine(attempt: Callable[[int, int], Choice | None], homes: int, keeps: int) -> Choice | None:
+def _refine(attempt: Callable[[int, int], Choice | None], least: int, homes: int, keeps: int) -> Choice | None:
+    """Over homes from `least` on, and keeps from none on."""
     best: tuple[float, int, int] | None = None
-    low, high = (0, 0), (homes, keeps)
+    low, high = (least, 0), (homes, keeps)
     while True:
         for a in _grid(low[0], high[0]):
             for k in _grid(low[1], high[1]):
@@ -105,7 +100,7 @@ def _refine(attempt: Callable[[int, int], Choice | None], homes: int, keeps: int
         if max(steps) == 1 and all(high[i] - low[i] < 2 * GRID for i in range(2)):
             return attempt(best[1], best[2])
         at = best[1:]
-        new_low = tuple(max(0, at[i] - steps[i]) for i in range(2))
+        new_low = tuple(max((least, 0)[i], at[i] - steps[i]) for i in range(2))
         new_high = tuple(min((homes, keeps)[i], at[i] + steps[i]) for i in range(2))
         low, high = (new_low[0], new_low[1]), (new_high[0], new_high[1])
 
@@ -126,42 +121,84 @@ def _spans(moments: Sequence[Moment]) -> Mapping[int, tuple[int, int]]:
     return spans
 
 
-def _evaluate(
-    moments: Sequence[Moment],
-    layers: Sequence[LayerCost],
-    rates: Rates,
-    spans: Mapping[int, tuple[int, int]],
-    device: frozenset[int],
-    kept: frozenset[int],
-    update_room_nbytes: int,
-    world: int,
-    strict: bool = False,
-) -> Choice | None:
-    homes = sum(layers[k].home_nbytes + (layers[k].nbytes if world == 1 else 0) for k in device)
-    if homes > update_room_nbytes:
-        return None
-    taken = [homes] * len(moments)
-    for k in kept:
-        first, last = spans[k]
-        for index in range(first, last):
-            taken[index] += layers[k].kept_nbytes
-    left = tuple(replace(moment, room_nbytes=moment.room_nbytes - taken[i]) for i, moment in enumerate(moments))
-    anchored = device if world == 1 else frozenset()
-    nbytes = [0 if k in anchored else layer.nbytes for k, layer in enumerate(layers)]
-    try:
-        plan = schedule(left, nbytes)
-    except FitError:
-        if strict:
-            raise
-        return None
-    crossing = [0 if k in device else size for k, size in enumerate(nbytes)]
-    up = sum(crossing[k] for fetched in plan.fetches for k in fetched) // world
-    down = sum(layer.down_nbytes for k, layer in enumerate(layers) if k not in device)
-    seconds = (
-        up / rates.up
-        + down / rates.down
-        + sum(layer.update_nbytes for k, layer in enumerate(layers) if k not in device) / rates.host
-        + sum(layers[k].update_nbytes for k in device) / rates.device
-        + sum(layer.again_seconds for k, layer in enumerate(layers) if layer.recomputable and k not in kept)
-    )
-    return Choice(device=device, kept=kept, schedule=plan, moments=left, up_nbytes=up, down_nbytes=down, seconds=seconds)
+@dataclass(frozen=True)
+class _Point:
+    """All that choices have in common."""
+
+    moments: Sequence[Moment]
+    layers: Sequence[LayerCost]
+    rates: Rates
+    spans: Mapping[int, tuple[int, int]]
+    room_nbytes: int
+    stages_nbytes: int
+    world: int
+    overlapped: bool
+    judged: bool
+
+    def evaluate(
+        self, device: frozenset[int], kept: frozenset[int], through: frozenset[int] = frozenset(), *, strict: bool = False
+    ) -> Choice | None:
+        layers, world = self.layers, self.world
+        homes = sum(layers[k].home_nbytes + (layers[k].nbytes if world == 1 else 0) for k in device)
+        homes += sum(layers[k].nbytes for k in through) + (self.stages_nbytes if through else 0)
+        if homes > self.room_nbytes:
+            return None
+        taken = [homes] * len(self.moments)
+        for k in kept:
+            first, last = self.spans[k]
+            for index in range(first, last):
+                taken[index] += layers[k].kept_nbytes
+        left = tuple(replace(moment, room_nbytes=moment.room_nbytes - taken[i]) for i, moment in enumerate(self.moments))
+        anchored = device | through if world == 1 else frozenset[int]()
+        nbytes = [0 if k in anchored else layer.nbytes for k, layer in enumerate(layers)]
+        try:
+            plan = schedule(left, nbytes)
+        except FitError:
+            if strict:
+                raise
+            return None
+        crossing = [0 if k in device else size for k, size in enumerate(nbytes)]
+        work = self.work(device, kept, through, sum(crossing[k] for fetched in plan.fetches for k in fetched) // world)
+        return Choice(
+            device=device,
+            through=through,
+            kept=kept,
+            schedule=plan,
+            moments=left,
+            up_nbytes=int(work.up_nbytes),
+            down_nbytes=int(work.down_nbytes),
+            seconds=seconds(work, self.rates, overlapped=self.overlapped, judged=self.judged),
+        )
+
+    def work(self, device: frozenset[int], kept: frozenset[int], through: frozenset[int], up_nbytes: float) -> Work:
+        forward = sum(layer.again_seconds for layer in self.layers)
+        again = sum(
+            layer.again_seconds
+            for k, layer in enumerate(self.layers)
+            if layer.recomputed or (layer.recomputable and k not in kept)
+        )
+        there = device | through
+        return Work(
+            forward_seconds=forward,
+            backward_seconds=BACKWARD * forward + again,
+            up_nbytes=up_nbytes,
+            down_nbytes=sum(layer.down_nbytes for k, layer in enumerate(self.layers) if k not in there),
+            passed_nbytes=sum(self.layers[k].home_nbytes for k in through),
+            host_nbytes=sum(layer.update_nbytes for k, layer in enumerate(self.layers) if k not in there),
+            device_nbytes=sum(self.layers[k].update_nbytes for k in there),
+        )
+
+    def passing(self, found: Choice, candidates: Sequence[int]) -> frozenset[int]:
+        """How many of the candidates would pass, if that changed nothing else but that their weights need not come."""
+        best = (found.seconds, 0)
+        for count in range(1, len(candidates) + 1):
+            through = _spread(candidates, count)
+            up = max(0, found.up_nbytes - sum(self.layers[k].nbytes for k in through))
+            work = self.work(found.device, found.kept, through, up)
+            best = min(best, (seconds(work, self.rates, overlapped=self.overlapped, judged=self.judged), count))
+        return _spread(candidates, best[1])
+
+
+def _spread(candidates: Sequence[int], count: int) -> frozenset[int]:
+    """So many of them, evenly."""
+    return frozenset(candidates[(2 * k + 1) * len(candidates) // (2 * count)] for k in range(count))

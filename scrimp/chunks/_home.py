@@ -5,6 +5,7 @@
     host     weights, masters and states in the host's arenas
     device   all of them on the device; updated there, never sent
     disk     weights in the host's arenas, masters and states in a spill file, through a stage for each update
+    through  weights on the device for good, masters and states on the host; they pass through the device for each update
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from scrimp.chunks._shards import Shards
 from scrimp.chunks._spill import SpillFile
 from scrimp.chunks._table import Slot
 
-HOST, DEVICE, DISK = "host", "device", "disk"
+HOST, DEVICE, DISK, THROUGH = "host", "device", "disk", "through"
 
 
 @dataclass(kw_only=True)

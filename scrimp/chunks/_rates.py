@@ -1,46 +1,130 @@
-"""How fast this machine copies and updates: measured once, in a few milliseconds, when a choice depends on it."""
+"""How fast this machine copies and updates: by the very buffers, streams and kernels that training uses.
+
+`measure` is the quick look when an engine is built, some tens of milliseconds, since choices depend on it; the engine then
+learns the host's rate from its own updates. `Cluster.probe` looks longer, by the same means (`engine/_probe.py`).
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
 
-from scrimp.chunks._classes import Rates
+from scrimp.chunks._arena import arena
+from scrimp.chunks._costs import Rates
+from scrimp.chunks._home import Piece
+from scrimp.chunks._lanes import Lanes
+from scrimp.chunks._optim import AdamW
+from scrimp.chunks._update import Updater
 
-COPIED = 32 << 20
-HOST_SHARE_OF_COPY = 0.7  # an update reaches about this share of what a plain copy moves
+QUICK_NUMEL, QUICK_NUMEL_CPU = 1 << 22, 1 << 20  # parameters: 56 MiB, and 14 where only the host's rate scales them all
+QUICK_NBYTES = 64 << 20  # of a copy
+UPDATE_SHARE_OF_COPY = 0.7  # an update on the device reaches about this share of what a plain copy moves
 
 
 @cache
 def measure(device: torch.device) -> Rates:
-    """Bytes per second. An update's rate is taken from a copy's, reading and writing."""
-    host = torch.empty(COPIED, dtype=torch.uint8)
-    other = torch.empty(COPIED, dtype=torch.uint8)
-    host_rate = 2 * COPIED / _seconds(lambda: other.copy_(host), device) * HOST_SHARE_OF_COPY
+    """Bytes per second. Without a GPU the link and the device are this host's memory, and share its rate."""
+    update = HostUpdate(QUICK_NUMEL if device.type == "cuda" else QUICK_NUMEL_CPU)
+    host = update.nbytes / best(update.run, None)
     if device.type != "cuda":
-        return Rates(up=host_rate / 2, down=host_rate / 2, host=host_rate, device=host_rate)
-    pinned = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
-    again = torch.empty(COPIED, dtype=torch.uint8, device=device)
-    return Rates(
-        up=COPIED / _seconds(lambda: there.copy_(pinned, non_blocking=True), device),
-        down=COPIED / _seconds(lambda: pinned.copy_(there, non_blocking=True), device),
-        host=host_rate,
-        device=2 * COPIED / _seconds(lambda: again.copy_(there), device) * HOST_SHARE_OF_COPY,
-    )
+        return Rates(up=host / 2, down=host / 2, host=host, device=host)
+    copies = Copies(device, QUICK_NBYTES)
+    up, down = copies.rates(up=3)[0], copies.rates(down=3)[1]
+    return Rates(up=up, down=down, host=host, device=device_memory(device, QUICK_NBYTES) * UPDATE_SHARE_OF_COPY)
 
 
-def _seconds(copy: object, device: torch.device) -> float:
-    assert callable(copy)
-    best = float("inf")
-    for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+def best(run: Callable[[], object], device: torch.device | None, times: int = 4) -> float:
+    """Seconds of the quickest of a few; `device`: whose work is waited for."""
+    seconds = []
+    for _ in range(times):
+        settle(device)
         start = time.perf_counter()
-        copy()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
+        run()
+        settle(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def settle(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class HostUpdate:
+    """The update of one parameter at home on the host, in arenas as a layer has them, by the kernel that training uses."""
+
+    def __init__(self, numel: int) -> None:
+        self.nbytes = int(AdamW().update_nbytes * numel)
+        weight = arena(numel, torch.bfloat16).fill_(0.1)
+        master, m, v = (arena(numel, torch.float32).fill_(0.1) for _ in range(3))
+        self._piece = Piece(inside=slice(0, numel), weight=weight, gradient=weight, master=master, states=[m, v])
+        self._updater = Updater(torch.device("cpu"), numel)
+        self._count = 0
+
+    def run(self) -> None:
+        self._count += 1
+        self._updater.apply(AdamW(), 0, self._count, self._piece, None, own_master=False)
+
+
+class Copies:
+    """Buffers of so many bytes on both sides of the link, to copy one way or both at once."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.lanes = Lanes(device)
+        pinned = self.lanes.overlapped
+        self._there = [torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._here = [arena(nbytes, torch.uint8, pinned=pinned).fill_(1) for _ in range(2)]
+
+    def rates(self, *, up: int = 0, down: int = 0) -> tuple[float, float]:
+        """Bytes per second each way, when so many copies go up and down, both at once; 0 where none goes."""
+        seconds = self._on_device(up, down) if self.lanes.overlapped else self._on_host(up, down)
+        return up * self.nbytes / seconds[0] if up else 0.0, down * self.nbytes / seconds[1] if down else 0.0
+
+    def start(self, copies: int) -> list[torch.cuda.Event]:
+        """On CUDA: begin so many each way. The events say when all of them are done."""
+        ends = []
+        for _ in range(copies):
+            ends = [self.lanes.up(self._there[0], self._here[0]), self.lanes.down(self._here[1], self._there[1])]
+        return [end for end in ends if end is not None]
+
+    def once(self, direction: int) -> None:
+        """Without CUDA, where a copy is over when it returns: one up (0) or down (1)."""
+        pair = (self._there[0], self._here[0]) if direction == 0 else (self._here[1], self._there[1])
+        pair[0].copy_(pair[1])
+
+    def _on_device(self, up: int, down: int) -> tuple[float, float]:
+        stream = torch.cuda.current_stream(self.lanes.device)
+        torch.cuda.synchronize(self.lanes.device)
+        start, up_end, down_end = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+        start.record(stream)
+        for k in range(max(up, down)):
+            if k < up:
+                self.lanes.up(self._there[0], self._here[0])
+            if k < down:
+                self.lanes.down(self._here[1], self._there[1])
+        up_end.record(self.lanes.upward)
+        down_end.record(self.lanes.downward)
+        torch.cuda.synchronize(self.lanes.device)
+        return start.elapsed_time(up_end) / 1e3, start.elapsed_time(down_end) / 1e3
+
+    def _on_host(self, up: int, down: int) -> tuple[float, float]:
+        def several(direction: int, copies: int) -> float:
+            start = time.perf_counter()
+            for _ in range(copies):
+                self.once(direction)
+            return time.perf_counter() - start
+
+        with ThreadPoolExecutor(2) as threads:
+            one, other = threads.submit(several, 0, up), threads.submit(several, 1, down)
+            return one.result(), other.result()
+
+
+def device_memory(device: torch.device, nbytes: int) -> float:
+    """Bytes per second read and written by a copy inside the device's memory."""
+    one, other = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * nbytes / best(lambda: other.copy_(one), device)

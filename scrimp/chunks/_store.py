@@ -20,12 +20,14 @@ from pathlib import Path
 import torch
 
 from scrimp.chunks._arena import arena
-from scrimp.chunks._home import DEVICE, DISK, HOST, Home, Opened, optimized, sizes
+from scrimp.chunks._carry import carry
+from scrimp.chunks._home import DEVICE, DISK, HOST, THROUGH, Home, Opened, optimized, sizes
 from scrimp.chunks._lanes import Event, Lanes, Traffic
 from scrimp.chunks._optim import Optimizer
 from scrimp.chunks._shards import Shards
-from scrimp.chunks._spill import SpillFile
-from scrimp.chunks._table import ChunkTable, Slot
+from scrimp.chunks._spilling import Spilling, spill_file
+from scrimp.chunks._table import ChunkTable, Slot, runs_of, strides
+from scrimp.chunks._through import pin
 from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Gate
 from scrimp.ledger import Books
@@ -75,6 +77,7 @@ class Store:
             flat.untyped_storage().resize_(0)
         self.resident = [False] * len(table.layers)
         self.homes = [self._make_home(k, place) for k, place in enumerate(places or [HOST] * len(table.layers))]
+        self.spill = Spilling(self.homes, self.shards, optimizer.fields, books.host, self.traffic)
 
     # Sizes.
 
@@ -98,42 +101,65 @@ class Store:
         return self.books.host.total_nbytes
 
     def anchored(self, layer: int) -> bool:
-        """Its home is its storage on the device: it never leaves."""
-        return self.homes[layer].place == DEVICE and self.wire.world == 1
+        """Its weights are at home in its storage on the device: it never leaves."""
+        return self.homes[layer].place in (DEVICE, THROUGH) and self.wire.world == 1
 
     # Homes.
 
     def _make_home(self, layer: int, place: str) -> Home:
+        """Zeros; with one rank a home on the device has its weights in the layer's own storage."""
         dtype, numel, trained = self.dtype_of(layer), self.shards.numel(layer), self.shards.trained_numel(layer)
-        pinned = self.lanes.overlapped
         own_master = dtype == torch.float32
-        home = Home(
-            place=place,
-            weights=arena(numel, dtype, pinned=pinned),
-            gradients=arena(trained, dtype, pinned=pinned) if own_master or self.accumulate > 1 else None,
-            master=None,
-        )
+        own_gradients = own_master or self.accumulate > 1
+        kept = optimized(dtype, self.optimizer.fields)
+        if place == DEVICE:
+            self._charge_device(layer, 1)
+            home = Home(
+                place=place,
+                weights=self.flats[layer] if self.wire.world == 1 else self._zeros(numel, dtype),
+                gradients=self._zeros(trained, dtype) if own_gradients else None,
+                master=None,
+            )
+            tensors = [self._zeros(field.numel(trained), field.dtype) for field in kept]
+        else:
+            pinned = self.lanes.overlapped
+            home = Home(
+                place=place,
+                weights=arena(numel, dtype, pinned=pinned),
+                gradients=arena(trained, dtype, pinned=pinned) if own_gradients else None,
+                master=None,
+            )
+            tensors = [] if place == DISK else [arena(field.numel(trained), field.dtype) for field in kept]
+            self._charge_host(layer, home, 1)
         if place == DISK:
             assert self._disk is not None
-            regions = {str(k): field.nbytes(trained) for k, field in enumerate(optimized(dtype, self.optimizer.fields))}
-            home.file = SpillFile(self._disk, regions, f"layer '{self.table.layers[layer].path}'")
-            self.books.disk.charge("optimizer", sum(regions.values()))
+            home.file = spill_file(self._disk, kept, trained, f"layer '{self.table.layers[layer].path}'")
+            self.books.disk.charge("optimizer", sum(home.file.regions.values()))
         else:
-            tensors = self._arenas(layer)
             home.master, home.states = (None, tensors) if own_master else (tensors[0], tensors[1:])
-        self._charge_host(layer, home, 1)
         return home
 
-    def _arenas(self, layer: int) -> list[torch.Tensor]:
-        """For masters and states."""
-        trained, kept = self.shards.trained_numel(layer), optimized(self.dtype_of(layer), self.optimizer.fields)
-        return [arena(field.numel(trained), field.dtype) for field in kept]
+    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def _charge_device(self, layer: int, sign: int) -> None:
+        """For a home on the device, beside the layer's own storage."""
+        if sign > 0 and self.wire.world == 1 and not self.resident[layer]:
+            self.open(layer)
+        self.before_change()
+        weights, gradients, rest = self.home_nbytes(layer)
+        change = self.ledger.charge if sign > 0 else self.ledger.free
+        change("optimizer", rest)
+        change("gradients", gradients)
+        if self.wire.world > 1:
+            change("parameters", weights)
 
     def _charge_host(self, layer: int, home: Home, sign: int) -> None:
         weights, gradients, rest = self.home_nbytes(layer)
         change = self.books.host.charge if sign > 0 else self.books.host.free
-        change("parameters", weights)
-        change("gradients", gradients)
+        if home.place != THROUGH:
+            change("parameters", weights)
+            change("gradients", gradients)
         if home.place != DISK:
             change("optimizer", rest)
 
@@ -145,39 +171,18 @@ class Store:
             yield self._opened[layer]
             return
         self.at_rest(layer)
-        home = self.homes[layer]
-        staged = self._read(home, layer, read) if home.file is not None else None
-        data = self.direct(layer)
-        if staged is not None:
-            own_master = self.dtype_of(layer) == torch.float32
-            master, states = (home.weights, staged) if own_master else (staged[0], staged[1:])
-            data = replace(data, master=master, states=states)
-        self._opened[layer] = data
-        try:
-            yield data
-            if write and staged is not None and home.file is not None:
-                for k, tensor in enumerate(staged):
-                    home.file.write(str(k), tensor)
-                    self.traffic.written_nbytes += tensor.nbytes
-                home.fresh = False
-        finally:
-            del self._opened[layer]
-            if staged is not None:
-                self.books.host.free("temporaries", sum(tensor.nbytes for tensor in staged))
+        with self.spill.staged(self.homes[layer], self.direct(layer), read=read, write=write) as data:
+            self._opened[layer] = data
+            try:
+                yield data
+            finally:
+                del self._opened[layer]
 
-    def _read(self, home: Home, layer: int, read: bool) -> list[torch.Tensor]:
-        assert home.file is not None
-        staged = self._arenas(layer)
-        nbytes = sum(tensor.nbytes for tensor in staged)
-        self.books.host.charge("temporaries", nbytes)
-        try:
-            for k, tensor in enumerate(staged if read and not home.fresh else []):
-                home.file.read(str(k), tensor)
-                self.traffic.read_nbytes += tensor.nbytes
-        except BaseException:
-            self.books.host.free("temporaries", nbytes)
-            raise
-        return staged
+    def wait(self) -> None:
+        """Until nobody is writing to any home, on disk or in memory."""
+        for layer in range(len(self.homes)):
+            self.at_rest(layer)
+        self.spill.wait()
 
     def at_rest(self, layer: int) -> None:
         """Nobody is writing to a layer's home any more."""
@@ -211,15 +216,15 @@ class Store:
         source = values.detach().reshape(-1)
         with self.opened(layer, write=True) as data:
             for piece in data.pieces(slot):
-                piece.weight.copy_(source[piece.inside])
+                carry(piece.weight, source[piece.inside])
                 if slot.trainable and not data.own_master:
-                    piece.master.copy_(source[piece.inside])
+                    carry(piece.master, source[piece.inside])
 
-    def restore(self, layer: int, slot: Slot) -> None:
-        """After a skipped update: the weight again, where its gradient stood."""
+    def restore(self, layer: int, slots: list[Slot]) -> None:
+        """After a skipped update: the weights again, where their gradients stood."""
         if self.homes[layer].gradients is None:
             with self.opened(layer) as data:
-                for piece in data.pieces(slot):
+                for piece in (piece for slot in slots for piece in data.pieces(slot)):
                     piece.weight.copy_(piece.master)
             self.settled(layer)
 
@@ -228,54 +233,53 @@ class Store:
         self.ledger.move(self._as_gradients[layer], source="gradients", target="parameters")
         self._as_gradients[layer] = 0
 
-    def promote(self, layer: int) -> list[torch.Tensor]:
-        """Make the device the home of a layer whose home was the host; the new tensors."""
+    def move_home(self, layer: int, place: str) -> None:
+        """Between host and device, all of it or, where it is to pass through, just its weights."""
         self.at_rest(layer)
-        home = self.homes[layer]
-        weights, gradients, rest = self.home_nbytes(layer)
-        if self.wire.world == 1:
-            self.fetch(layer)
-            self.arrived(layer)
-            self.lanes.settle()
-        self.before_change()
-        self.ledger.charge("optimizer", rest)
-        self.ledger.charge("gradients", gradients)
-        if self.wire.world > 1:
-            self.ledger.charge("parameters", weights)
-
-        def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else torch.empty_like(tensor, device=self.device).copy_(tensor)
-
-        self.homes[layer] = Home(
-            place=DEVICE,
-            weights=self.flats[layer] if self.wire.world == 1 else home.weights.to(self.device, copy=True),
-            gradients=there(home.gradients),
-            master=there(home.master),
-            states=[torch.empty_like(state, device=self.device).copy_(state) for state in home.states],
-        )
-        self._charge_host(layer, home, -1)
-        return self.homes[layer].tensors
-
-    def demote(self, layer: int) -> None:
-        """The reverse: the host is its home again."""
-        old = self.homes[layer]
-        self.before_change()
-        new = self._make_home(layer, HOST)
-        for target, source in zip(new.tensors, old.tensors, strict=True):
+        self.arrived(layer)
+        self.lanes.settle()
+        if THROUGH in (place, self.homes[layer].place):
+            self._pass_through(layer, through=place == THROUGH)
+            return
+        new = self._make_home(layer, place)
+        for target, source in zip(new.tensors, self.homes[layer].tensors, strict=True):
             self.own(target)
-            target.copy_(source)
-        weights, gradients, rest = self.home_nbytes(layer)
-        self.homes[layer] = new
-        self.ledger.free("optimizer", rest)
-        self.ledger.free("gradients", gradients)
-        if self.wire.world > 1:
-            self.ledger.free("parameters", weights)
+            carry(target, source)
+        old, self.homes[layer] = self.homes[layer], new
+        if place == DEVICE:
+            self._charge_host(layer, old, -1)
+            return
+        del old, source  # gone before the ledger is told, or the meter would take them for something else
+        self._charge_device(layer, -1)
         self.drop(layer)
+
+    def _pass_through(self, layer: int, *, through: bool) -> None:
+        """From a home on the host to one whose masters and states pass through the device, or back: they stay."""
+        old = self.homes[layer]
+        assert old.gradients is None
+        self._charge_host(layer, old, -1)
+        if through and not self.resident[layer]:
+            self.open(layer)
+        weights = self.flats[layer] if through else arena(old.weights.numel(), old.weights.dtype, pinned=self.lanes.overlapped)
+        self.own(weights)
+        carry(weights, old.weights)
+        self.homes[layer] = replace(old, place=THROUGH if through else HOST, weights=weights)
+        self._charge_host(layer, self.homes[layer], 1)
+        if through and self.lanes.overlapped:
+            pin(self.homes[layer])
+        elif not through:
+            self.drop(layer)
+
+    def passed(self, layer: int, updated: Event, home: Event) -> None:
+        """A layer is being updated on the device: its weights are new, and its states at home, after these."""
+        self._arriving[layer] = [updated]
+        self._coming_home[layer] = [home]
+        self.settled(layer)
 
     # Layers on the device.
 
     def device_view(self, layer: int, slot: Slot) -> torch.Tensor:
-        return self.flats[layer].as_strided(slot.shape, _strides(slot.shape), slot.start)
+        return self.flats[layer].as_strided(slot.shape, strides(slot.shape), slot.start)
 
     def open(self, layer: int) -> None:
         """Room for a layer on the device, with nothing in it."""
@@ -357,14 +361,15 @@ class Store:
             return
         home = self.homes[layer]
         events: list[Event] = []
+        runs = runs_of(landed)
         for (start, stop), shard in zip(self.table.chunks(layer), self.shards.chunks(layer), strict=True):
-            if not any(slot.start < stop and slot.stop > start for slot, _ in landed):
+            if not any(begin < stop and end > start for begin, end, _ in runs):
                 continue
             mine = self.wire.reduce(self.flats[layer][start:stop])
             offset = start + self.wire.rank * mine.numel()  # where my shard begins in the layer
             into = (home.weights if home.gradients is None else home.gradients)[shard.start :]
-            for slot, first in landed:
-                begin, end = max(slot.start, offset), min(slot.stop, offset + mine.numel())
+            for run_start, run_stop, first in runs:
+                begin, end = max(run_start, offset), min(run_stop, offset + mine.numel())
                 if begin >= end:
                     continue
                 target, source = into[begin - offset : end - offset], mine[begin - offset : end - offset]
@@ -385,11 +390,3 @@ class Store:
 
     def _padding_nbytes(self, layer: int) -> int:
         return self.table.layers[layer].padding * self.dtype_of(layer).itemsize
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

@@ -127,3 +127,22 @@ def build_table(layers: Sequence[tuple[str, Sequence[Row], Sequence[str]]], *, c
             )
             beside.append(index)
     return ChunkTable(layers=tuple(spaces), capacity=max(grain, capacity // grain * grain)).check()
+
+
+def runs_of(landed: list[tuple[Slot, bool]]) -> list[tuple[int, int, bool]]:
+    """[start, stop) of what stands end to end and is alike, so that it is copied at once."""
+    runs: list[tuple[int, int, bool]] = []
+    for slot, first in sorted(landed, key=lambda entry: entry[0].start):
+        if runs and runs[-1][1:] == (slot.start, first):
+            runs[-1] = (runs[-1][0], slot.stop, first)
+        else:
+            runs.append((slot.start, slot.stop, first))
+    return runs
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= size
+    return tuple(reversed(found))

@@ -1,16 +1,18 @@
 """One parameter's update, on flat views.
 
-On the host a kernel of our own does it in one pass over memory, with the bits of torch's (`_native.py`). Without it, and on
-a device, torch's fused kernels are used tile by tile. Tiles end on multiples of their size counted from the parameter's own
-start, so that vector lanes and tails, and with them every bit, are those of one call on the whole tensor. Coded states are
-decoded and encoded tile by tile (`_codec.py`).
+On the host a kernel of our own does it in one pass over memory, with the bits of torch's (`_native.py`), and on a device
+another (`_fused.py`). Without them torch's fused kernels are used tile by tile. Tiles end on multiples of their size counted
+from the parameter's own start, so that vector lanes and tails, and with them every bit, are those of one call on the whole
+tensor. Coded states are decoded and encoded tile by tile (`_codec.py`).
 """
 
 from __future__ import annotations
 
 import torch
 
+from scrimp.chunks import _torch_fused
 from scrimp.chunks._codec import Coder, coder_numel, padded
+from scrimp.chunks._fused import Fused
 from scrimp.chunks._home import Piece
 from scrimp.chunks._native import Native, native, takes, takes_coded
 from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
@@ -30,21 +32,24 @@ def _tile_numel(device: torch.device, state: str) -> int:
     return (CUDA_TILE if device.type == "cuda" else TILE) // (1 if state == "fp32" else CODED_SHARE)
 
 
-def stage_numel(device: torch.device, largest_numel: int, state: str) -> int:
-    """A tile's gradients, and what coding its states takes."""
+def stage_numel(device: torch.device, largest_numel: int, fused: Fused | None, state: str = "fp32") -> int:
+    """A tile's gradients, and what coding its states takes; nothing with the device's kernel."""
+    if fused is not None:
+        return 0
     tile = min(_tile_numel(device, state), largest_numel)
     return tile if state == "fp32" else padded(tile) + coder_numel(tile)
 
 
 class Updater:
     """Updates what lives on one device. `stage` is the fp32 tile that gradients are cast into, or scaled in; of
-    parameters of at most `largest_numel`; for coded states it has their rows too."""
+    parameters of at most `largest_numel`; for coded states it has their rows too; with the device's kernel there is none."""
 
-    def __init__(self, device: torch.device, largest_numel: int, state: str = "fp32") -> None:
+    def __init__(self, device: torch.device, largest_numel: int, fused: Fused | None = None, state: str = "fp32") -> None:
         self.tile = _tile_numel(device, state)
-        self.stage = torch.empty(stage_numel(device, largest_numel, state), dtype=torch.float32, device=device)
+        self.stage = torch.empty(stage_numel(device, largest_numel, fused, state), dtype=torch.float32, device=device)
         self.coder = None if state == "fp32" else Coder(self.stage[padded(min(self.tile, largest_numel)) :])
         self.native = native() if device.type == "cpu" else None
+        self.fused = fused
 
     def apply(
         self, optimizer: Optimizer, step: int, count: int, piece: Piece, scale: torch.Tensor | None, *, own_master: bool
@@ -57,6 +62,9 @@ class Updater:
         if self.native is not None and fits(piece.master, piece.states, piece.gradient, weight):
             _whole(self.native, optimizer, step, count, piece, weight, scale)
             return
+        if self.fused is not None:
+            self.fused.apply(optimizer, rate(optimizer, step), count, piece, weight, scale)
+            return
         for start in range(0, piece.master.numel(), self.tile):
             span = slice(start, min(start + self.tile, piece.master.numel()))
             target, fresh = piece.master[span], piece.gradient[span]
@@ -64,10 +72,9 @@ class Updater:
                 fresh = self.stage[: target.numel()].copy_(fresh)
             if scale is not None:
                 fresh.mul_(scale)
-            if self.coder is None:
-                _tile(optimizer, step, count, target, fresh, [state[span] for state in piece.states])
-            else:
-                _tile(optimizer, step, count, target, fresh, self.coder.decode(piece.states, span))
+            states = [state[span] for state in piece.states] if self.coder is None else self.coder.decode(piece.states, span)
+            _torch_fused.update(optimizer, rate(optimizer, step), count, target, fresh, states)
+            if self.coder is not None:
                 self.coder.encode(piece.states, span, place=piece.inside.start + start, count=count)
             if weight is not None:
                 weight[span].copy_(target)
@@ -100,23 +107,4 @@ def _whole(
             piece.master, piece.states[0] if piece.states else None, piece.gradient, weight, factor,
             lr=lr, momentum=optimizer.momentum, dampening=optimizer.dampening, weight_decay=optimizer.weight_decay,
             nesterov=optimizer.nesterov, count=count, threads=threads,
-        )  # fmt: skip
-
-
-def _tile(
-    optimizer: Optimizer, step: int, count: int, master: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
-) -> None:
-    lr = rate(optimizer, step)
-    if isinstance(optimizer, AdamW):
-        beta1, beta2 = optimizer.betas
-        torch._fused_adamw_(
-            [master], [gradient], [states[0]], [states[1]], [], [torch.tensor(float(count), device=master.device)],
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=optimizer.weight_decay, eps=optimizer.eps,
-            amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
-        )  # fmt: skip
-    elif isinstance(optimizer, SGD):
-        torch._fused_sgd_(
-            [master], [gradient], states[:1] if optimizer.momentum else [],  # a group may have none
-            weight_decay=optimizer.weight_decay, momentum=optimizer.momentum, lr=lr, dampening=optimizer.dampening,
-            nesterov=optimizer.nesterov, maximize=False, is_first_step=count == 1, grad_scale=None, found_inf=None,
         )  # fmt: skip

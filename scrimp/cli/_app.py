@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -132,6 +133,28 @@ def doctor(
         typer.echo(_doctor.to_json(rows))
     else:
         _doctor.show(console(), rows)
+
+
+@app.command()
+def probe(
+    device: Annotated[
+        str | None, typer.Option(help="Such as cuda:1 or cpu; without it the one that an engine would take.")
+    ] = None,
+    disk: Annotated[Path | None, typer.Option(help="A folder whose disk is measured too.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the cluster to this file, as JSON.")] = None,
+) -> None:
+    """Measure this machine: compute, copies one way and both, the host's update. Three seconds with a GPU, one without.
+
+    These are the figures that engine.bound() holds a step against; scrimp.Cluster.probe()
+    returns them in Python, and scrimp.Cluster.from_json reads the file.
+
+    Examples
+      scrimp probe
+      scrimp probe --disk /data --json machine.json
+    """
+    from scrimp.cli import _probe
+
+    _probe.show(console(), device=device, disk=disk, json_file=json_file)
 
 
 @app.command()

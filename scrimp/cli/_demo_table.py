@@ -42,7 +42,7 @@ def closing(seconds: float) -> str:
             "ledger     scrimp's own account of the device",
             "profiler   torch's memory events, which know nothing of the ledger",
             "least      engine.bound(), for the homes and the recomputation that were chosen",
-            "estimated  from the forward as the first step timed it, with all copies overlapped",
+            "estimated  from compute as the first steps timed it, with copies and updates overlapped",
             "plain      takes a rank's share of the batch",
             "",
             f"The tour took {seconds:.0f} s.",

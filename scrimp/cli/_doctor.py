@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,8 +130,22 @@ def cgroup_limit_nbytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = 
 
 def disk() -> Finding:
     usage = shutil.disk_usage(".")
-    text = f"{nbytes_text(usage.free)} free of {nbytes_text(usage.total)} in the current directory"
-    return text, {"free_nbytes": usage.free, "total_nbytes": usage.total}
+    refused = _no_direct_io()
+    way = f"through the page cache: {refused}" if refused else "direct I/O"
+    text = f"{nbytes_text(usage.free)} free of {nbytes_text(usage.total)} in the current directory, {way}"
+    return text, {"free_nbytes": usage.free, "total_nbytes": usage.total, "direct_io": refused is None}
+
+
+def _no_direct_io() -> str | None:
+    """Why spill files here would go through the page cache, if they would."""
+    from scrimp.chunks._direct import open_direct
+
+    try:
+        with tempfile.TemporaryFile(dir=".", buffering=0) as file:
+            os.close(open_direct(file.fileno()))
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def torch_build() -> Finding:
@@ -148,6 +163,21 @@ def kernel() -> Finding:
     if found is None:
         return f"none, torch's kernels are used instead: {why_not()}", {"reason": why_not()}
     return found.describe(), {"instructions": found.instructions, "compiler": found.compiler}
+
+
+def device_kernel() -> Finding:
+    import torch
+
+    from scrimp.chunks._fused import kinds, why_not
+    from scrimp.chunks._optim import AdamW
+
+    if not torch.cuda.is_available():
+        return "none, and no GPU that would need one", {"reason": "no GPU"}
+    reason = why_not(torch.device("cuda", torch.cuda.current_device()), kinds([AdamW()], [torch.bfloat16]))
+    if reason is not None:
+        return f"none, torch's kernels are used instead: {reason}", {"reason": reason}
+    version = importlib.metadata.version("triton")
+    return f"Triton {version}", {"triton": version}
 
 
 def gpus() -> Finding:
@@ -227,6 +257,7 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "disk": disk,
     "torch": torch_build,
     "native kernel": kernel,
+    "device kernel": device_kernel,
     "gpu": gpus,
     "distributed": backends,
     "packages": packages,

@@ -1,5 +1,6 @@
-"""What the machines are: so far the links along each mesh axis; devices and memories come with the planner."""
+"""What the machines are: the links along each mesh axis, and what one machine was measured to do."""
 
 from scrimp.cluster._cluster import Cluster, Link
+from scrimp.cluster._machine import Machine
 
-__all__ = ["Cluster", "Link"]
+__all__ = ["Cluster", "Link", "Machine"]

@@ -1,4 +1,4 @@
-"""Links and what a transfer over them costs.
+"""Links and what a transfer over them costs; and the machine, where it was measured.
 
 A step of a move takes, on its busiest device,
 
@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from scrimp.cluster._machine import Machine
 from scrimp.errors import ScrimpError, check_format
 
 FORMAT, VERSION = "scrimp.cluster", 1
@@ -40,14 +42,24 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`Cluster(axes=(("node", Link(bytes_per_second=3e9)),))`: node is slow, all other axes are the default."""
+    """`Cluster(axes=(("node", Link(bytes_per_second=3e9)),))`: node is slow, all other axes are the default. `machine`:
+    what each of its machines can do, if that is known."""
 
     default: Link = Link()
     axes: tuple[tuple[str, Link], ...] = ()
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.axes, Mapping):
             object.__setattr__(self, "axes", tuple(self.axes.items()))
+
+    @classmethod
+    def probe(cls, device: str | None = None, disk: str | Path | None = None) -> Cluster:
+        """This machine, measured: the device that an engine would take, the link to it, the host; and the disk of a
+        folder, if one is given. Up to three seconds with a GPU, one without; once in a process."""
+        from scrimp.engine._probe import probe
+
+        return cls(machine=probe(device, disk))
 
     def link(self, axes: Iterable[str]) -> Link:
         """The link of a step over these axes (sub-axes belong to their axis): the slowest in each respect."""
@@ -63,10 +75,17 @@ class Cluster:
             return {"latency_seconds": link.latency_seconds, "bytes_per_second": link.bytes_per_second}
 
         axes = {name: row(link) for name, link in self.axes}
-        return json.dumps({"format": FORMAT, "version": VERSION, "default": row(self.default), "axes": axes})
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "default": row(self.default), "axes": axes}
+        if self.machine is not None:
+            data["machine"] = self.machine.to_data()
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
         data: dict[str, Any] = json.loads(text)
         check_format(data, FORMAT, VERSION, ScrimpError)
-        return cls(default=Link(**data["default"]), axes=tuple((name, Link(**row)) for name, row in data["axes"].items()))
+        return cls(
+            default=Link(**data["default"]),
+            axes=tuple((name, Link(**row)) for name, row in data["axes"].items()),
+            machine=Machine.from_data(data["machine"]) if "machine" in data else None,
+        )

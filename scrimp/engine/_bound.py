@@ -1,79 +1,253 @@
 """How close a step came to what is possible: least traffic and time for its trace, beside what it took, term by term.
 
 Traffic: with the homes that were chosen, no schedule can bring fewer bytes up than `least_fetched_nbytes` says; each
-gradient of a layer whose home is not the device goes down once. Time: compute, copies up, copies down and the host's
-update each take at least their bytes over the measured rate; perfectly overlapped, a step takes the longest of them.
+gradient of a layer whose home is not the device goes down once.
+
+Time: what each resource needs at least.
+
+    compute       forward and backward as measured (`_timing`), and the device's own updates
+    copies        bytes each way over the machine's rates, both ways at once as long as there are both; masters and states
+                  that pass through the device go both ways
+    host update   bytes that the host's updates touch, over its rate
+    disk          states that are read and written there, at the best rates seen
+
+Perfectly overlapped, a step takes the longest of them. If gradients are judged before any update (clipping, skipping), no
+update starts before the last gradient, and no backward before the forward that waits for the last update: then the longest
+of backward, copies down and copies of weights that come a second time, plus the longest of forward, host update, states
+read and copies up of the new weights.
+
+There are two such bounds: with the best rate that the host's updates reached in this engine (beside copies, which are
+therefore in it), and the physical one, with the rate that `Cluster.probe` finds for the same kernel alone, copies charged
+to the host's memory as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field
+from typing import TYPE_CHECKING
 
-from scrimp.chunks._home import DEVICE
+import torch
+
+from scrimp.chunks._cuda_meter import CudaMeter
+from scrimp.chunks._home import DEVICE, THROUGH
 from scrimp.chunks._residency import least_fetched_nbytes
 from scrimp.chunks._store import Store
-from scrimp.engine._planning import Planning
+from scrimp.cluster import Machine
+from scrimp.engine._planning import Planned
+from scrimp.engine._probe import is_probed, probe
 from scrimp.errors import RunError
 from scrimp.ledger import format_nbytes
 
-BACKWARD = 2  # a backward computes about twice a forward
+if TYPE_CHECKING:
+    from scrimp.engine._engine import Engine
+
+BACKWARD = 2  # a backward computes about twice a forward: until one was measured
+HOST_UPDATE, DISK_WRITE = "host update", "disk write"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of a step in which everything may overlap: seconds of each resource."""
+
+    name: str
+    terms: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.terms.values())
+
+    def __str__(self) -> str:
+        longest = max(self.terms, key=lambda name: self.terms[name])
+        terms = (f"{name} {value:.3f} s{' (the longest)' if name == longest else ''}" for name, value in self.terms.items())
+        return f"{self.name}: {', '.join(terms)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a step must do at least. `fresh_nbytes` come up after their update, `again_nbytes` another time."""
+
+    forward_seconds: float
+    backward_seconds: float
+    device_update_seconds: float
+    fresh_nbytes: int
+    again_nbytes: int
+    down_nbytes: int
+    update_nbytes: int
+    passed_nbytes: int = 0
+    disk: dict[str, float] = field(default_factory=dict)  # seconds of reading and of writing
+
+    def phases(self, machine: Machine, host_seconds: float, *, judged: bool) -> tuple[Phase, ...]:
+        forward, passed = self.forward_seconds + self.device_update_seconds, self.passed_nbytes
+        if not judged:
+            up, down = self.fresh_nbytes + self.again_nbytes + passed, self.down_nbytes + passed
+            terms = {
+                "compute": forward + self.backward_seconds,
+                "copies up": up / machine.up,
+                "copies down": down / machine.down,
+                "copies both ways": machine.copy_seconds(up, down),
+                HOST_UPDATE: host_seconds,
+            }
+            return (Phase(name="all overlapped", terms=terms | self.disk),)
+        before = {
+            "compute": self.backward_seconds,
+            "copies both ways": machine.copy_seconds(self.again_nbytes, self.down_nbytes),
+        }
+        after = {
+            "compute": forward,
+            "copies up": self.fresh_nbytes / machine.up,
+            "copies both ways": machine.copy_seconds(self.fresh_nbytes + passed, passed),
+            HOST_UPDATE: host_seconds,
+        }
+        if not passed:
+            del after["copies both ways"]
+        return (
+            Phase(name="backward, until the gradients are judged", terms=before),
+            Phase(name="update and next forward", terms=after | {k: v for k, v in self.disk.items() if k != DISK_WRITE}),
+        )
+
+    def beside(self, *, judged: bool) -> dict[str, float]:
+        """What may go on through all phases: writing, until the same is read again."""
+        return {k: v for k, v in self.disk.items() if k == DISK_WRITE and judged}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """`terms`: seconds that each resource needs at least; the step's bound is the longest of them."""
+    """`own` are the phases at the host's best rate in this engine, `physical` those at the machine's; `beside`: seconds of
+    what goes on through all of them. The last step took
+    `seconds`; from the end of the one before to its end the host's worker was `busy_seconds` at work, and `waited_seconds`
+    were spent waiting for it."""
 
     up_nbytes: int
     down_nbytes: int
     least_up_nbytes: int
     least_down_nbytes: int
-    terms: dict[str, float]
+    own: tuple[Phase, ...]
+    physical: tuple[Phase, ...]
+    beside: dict[str, float]
+    own_rate: float
+    machine: Machine
     seconds: float
+    busy_seconds: float
+    waited_seconds: float
 
     @property
     def least_seconds(self) -> float:
-        return max(self.terms.values())
+        return max(_total(self.own), *self.beside.values(), 0.0)
+
+    @property
+    def physical_seconds(self) -> float:
+        return max(_total(self.physical), *self.beside.values(), 0.0)
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds that each resource needs at least, at the host's own rate."""
+        names = dict.fromkeys(name for phase in self.own for name in phase.terms)
+        return {name: _sum_of(self.own, name) for name in names} | self.beside
+
+    @property
+    def gap(self) -> dict[str, float]:
+        """Where the seconds beyond `least_seconds` went: the host's account of them and the device's, each of which adds
+        up to all. Beyond the bound: a step as short as the bound has some idle seconds too."""
+        least, host, compute = self.least_seconds, _sum_of(self.own, HOST_UPDATE), _sum_of(self.own, "compute")
+        gap = {"all": self.seconds - least}
+        if host:
+            gap["host, slower than its best"] = self.busy_seconds - host
+            gap["host, idle beyond the bound"] = self.seconds - self.busy_seconds - (least - host)
+        gap["device, waiting for updates beyond the bound"] = self.waited_seconds - (least - compute)
+        gap["device, the rest (copies, launches, judging)"] = self.seconds - compute - self.waited_seconds
+        return gap
 
     def __str__(self) -> str:
         rows = [
             f"up    {format_nbytes(self.up_nbytes)}, at least {format_nbytes(self.least_up_nbytes)}",
             f"down  {format_nbytes(self.down_nbytes)}, at least {format_nbytes(self.least_down_nbytes)}",
-            f"step  {self.seconds:.3f} s, at least {self.least_seconds:.3f} s",
+            f"step  {self.seconds:.3f} s",
+            f"least {self.least_seconds:.3f} s ({self._share(self.least_seconds)}), the host at the {self.own_rate / 1e9:.4g} "
+            "GB/s it reached in this engine",
+            *(f"  {phase}" for phase in self.own),
+            *(f"  beside all of that: {name} {seconds:.3f} s" for name, seconds in self.beside.items()),
+            f"least {self.physical_seconds:.3f} s ({self._share(self.physical_seconds)}), physically",
+            *(f"  {phase}" for phase in self.physical),
+            "gap",
+            *(f"  {name}: {seconds:.3f} s" for name, seconds in self.gap.items()),
+            "machine",
+            *(f"  {name}: {figure}" for name, figure in self.machine.rows()),
         ]
-        longest = max(self.terms, key=lambda name: self.terms[name])
-        rows += [f"  {name}: {value:.3f} s{' (the bound)' if name == longest else ''}" for name, value in self.terms.items()]
         return "\n".join(rows)
 
+    def _share(self, least: float) -> str:
+        return f"{least / self.seconds:.0%} of the step" if self.seconds else "no step yet"
 
-def bound(planning: Planning, moved: Sequence[int], forward: dict[int, float], seconds: float) -> Bound:
-    """`forward`: seconds of each layer's."""
+
+def bound(engine: Engine) -> Bound:
+    planning = engine.planning
     plan = planning.current
     if plan is None or plan.choice is None:
         raise RunError("no bound yet: the first steps trace the model; ask again after a step or two more")
+    machine = _probed(engine)
     store, rates = planning.store, planning.rates
-    homes = [home.place == DEVICE for home in store.homes]
-    # A layer at home on the device crosses nothing, though with several ranks it comes and goes there: left out altogether,
-    # it takes no room either, and the least of the others is a bound still.
-    nbytes = [0 if at_home else store.nbytes(k) for k, at_home in enumerate(homes)]
-    up = least_fetched_nbytes(plan.choice.moments, nbytes) // store.wire.world
-    down = sum(_gradients_nbytes(store, k) for k in range(len(homes)) if not homes[k])
-    host = sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if not homes[k])
-    device = sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if homes[k])
-    again = sum(forward.get(k, 0.0) for k in plan.again)
+    load = _load(engine, plan)
+    up, down = load.fresh_nbytes + load.again_nbytes, load.down_nbytes
+    own = load.update_nbytes / rates.host
+    # What the engine reached is possible, whatever was found alone.
+    touched = load.update_nbytes + up + down + 2 * load.passed_nbytes
+    physical = min(own, touched / machine.host_update) if load.update_nbytes else 0.0
+    judged = engine._must_judge
+    moved = [after - before for before, after in zip(engine._traffic, astuple(store.traffic), strict=True)]
     return Bound(
         up_nbytes=moved[0],
         down_nbytes=moved[1],
         least_up_nbytes=up,
         least_down_nbytes=down,
-        terms={
-            "compute": sum(forward.values()) * (1 + BACKWARD) + again + device / rates.device,
-            "copies up": up / rates.up,
-            "copies down": down / rates.down,
-            "host update": host / rates.host,
-        },
-        seconds=seconds,
+        own=load.phases(machine, own, judged=judged),
+        physical=load.phases(machine, physical, judged=judged),
+        beside=load.beside(judged=judged),
+        own_rate=rates.host,
+        machine=machine,
+        seconds=engine.seconds,
+        busy_seconds=engine.host_seconds[0],
+        waited_seconds=engine.host_seconds[1],
     )
+
+
+def _load(engine: Engine, plan: Planned) -> Load:
+    assert plan.choice is not None
+    store, timing = engine.store, engine.residents.timing
+    at_home = [home.place in (DEVICE, THROUGH) for home in store.homes]
+    # A layer at home on the device crosses nothing, though with several ranks it comes and goes there: left out altogether,
+    # it takes no room either, and the least of the others is a bound still.
+    nbytes = [0 if there else store.nbytes(k) for k, there in enumerate(at_home)]
+    up = least_fetched_nbytes(plan.choice.moments, nbytes) // store.wire.world
+    trained = [any(slot.trainable for slot in layer.slots) for layer in store.table.layers]
+    fresh = min(up, sum(size for size, new in zip(nbytes, trained, strict=True) if new) // store.wire.world)
+    forward = sum(timing.best.values())
+    whole = timing.whole or (forward, BACKWARD * forward + sum(timing.best.get(k, 0.0) for k in plan.again))
+    return Load(
+        forward_seconds=whole[0],
+        backward_seconds=whole[1],
+        device_update_seconds=sum(c.update_nbytes for k, c in enumerate(plan.costs) if at_home[k]) / engine.planning.rates.device,
+        fresh_nbytes=fresh,
+        again_nbytes=up - fresh,
+        down_nbytes=sum(_gradients_nbytes(store, k) for k, there in enumerate(at_home) if not there),
+        update_nbytes=sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if not at_home[k]),
+        passed_nbytes=sum(c.home_nbytes for k, c in enumerate(plan.costs) if store.homes[k].place == THROUGH),
+        disk=store.spill.least_seconds(),
+    )
+
+
+def _probed(engine: Engine) -> Machine:
+    """The machine's figures; measured now if nobody has, while the engine's own thread is at rest. The buffers that this
+    takes on the device are not the model's."""
+    if not is_probed(engine.device):
+        engine.wait()
+    if isinstance(engine.meter, CudaMeter):
+        engine.meter.before_change()
+    try:
+        return probe(engine.device)
+    finally:
+        if isinstance(engine.meter, CudaMeter):
+            torch.cuda.reset_peak_memory_stats(engine.device)
 
 
 def _gradients_nbytes(store: Store, layer: int) -> int:
@@ -81,3 +255,11 @@ def _gradients_nbytes(store: Store, layer: int) -> int:
     slots = [slot for slot in store.table.layers[layer].slots if slot.trainable]
     numel: int = sum(span.stop - span.start for slot in slots for _, span in store.shards.pieces(layer, slot))
     return numel * store.dtype_of(layer).itemsize * store.accumulate  # every part's
+
+
+def _total(phases: Iterable[Phase]) -> float:
+    return sum(phase.seconds for phase in phases)
+
+
+def _sum_of(phases: Iterable[Phase], name: str) -> float:
+    return sum(phase.terms.get(name, 0.0) for phase in phases)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from scrimp.chunks._cuda_meter import CudaMeter
-from scrimp.chunks._home import HOST
+from scrimp.chunks._home import DEVICE
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._rates import measure
@@ -99,6 +99,7 @@ class Engine:
         self.steps, self.skipped = 0, 0
         self.norm: float | None = None  # of the last gradient, before clipping
         self.seconds = 0.0  # of the last step
+        self.host_seconds = (0.0, 0.0)  # since the step before: of the host's worker at work, of others waiting for it
         rates = agreed(self.wire, measure(self.device))
         table = table_of(model, find_layers(model), chunk_numel, self.wire.world, wide=precision != "fp32")
         here = ranks_here(self.wire)
@@ -129,7 +130,7 @@ class Engine:
             self.store.before_change = self.meter.before_change
         else:
             self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
-        room = self.budget.device_nbytes if self.device.type == "cuda" else 0
+        room = self.budget.device_nbytes - self.ledger.device.total_nbytes if self.device.type == "cuda" else 0
         self.places = take_over(model, self.store, weights, room_nbytes=room)
         self.weights = dict(model.named_parameters(remove_duplicate=False))
         self._order = {name: k for k, name in enumerate(self.weights)}
@@ -171,6 +172,7 @@ class Engine:
         warn_of_eval(self.model, self.steps)
         self.updating.check_rates(self.steps)
         key = signature(args, kwargs)
+        self.planning.judged = self._must_judge
         while True:
             try:
                 plan = self.planning.prepare(key)
@@ -208,9 +210,9 @@ class Engine:
             raise
         self.steps += 1
         if self._traced:
-            for tensor in self.planning.digest(plan, self._trace, self.residents.kept_nbytes, self.residents.timing.best):
-                self.meter.ignore(tensor)
+            self.planning.digest(plan, self._trace, self.residents.kept_nbytes, self.residents.timing.best)
         self.seconds = time.perf_counter() - start
+        self.host_seconds = self.updating.worker.lap()
         return loss
 
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -277,7 +279,7 @@ class Engine:
         if self._must_judge:
             if self.wire.world == 1 and self.accumulate == 1 and not self.store.anchored(layer):
                 self._norms.update({slot.name: norm(self.store.device_view(layer, slot)) for slot in slots})
-        elif self.residents.following and self._last_part and self.store.homes[layer].place == HOST:
+        elif self.residents.following and self._last_part and self.store.homes[layer].place != DEVICE:
             self._started.update(slot.name for slot in slots)
             self.updating.start(layer, slots, self.updating.numbers(slots, self.counts), self.steps, None)
 
@@ -318,10 +320,8 @@ class Engine:
         return self.store.dtype if self.cast_inputs else None
 
     def bound(self) -> Bound:
-        """The least traffic and time of a step like the last one, beside what it took."""
-        now = astuple(self.store.traffic)
-        moved = [b - a for a, b in zip(self._traffic, now, strict=True)]
-        return bound(self.planning, moved, self.residents.timing.best, self.seconds)
+        """The least traffic and time of a step like the last one, beside what it took. The first call measures the machine."""
+        return bound(self)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
@@ -352,11 +352,11 @@ class Engine:
 
     def wait(self) -> None:
         """Until the updates that run beside the steps are done."""
-        for layer in range(len(self.store.homes)):
-            self.store.at_rest(layer)
+        self.store.wait()
 
     def close(self) -> None:
-        """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state."""
+        """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state, as far as
+        there is room for it."""
         self.residents.abandon()
         self.planning.homes_back()
         self.wait()

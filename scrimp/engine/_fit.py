@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from scrimp.chunks._home import DISK, HOST, sizes
+from scrimp.chunks._home import DEVICE, DISK, HOST, sizes
 from scrimp.chunks._optim import AdamW, Optimizer
 from scrimp.chunks._shards import Shards
 from scrimp.chunks._store import DTYPES
-from scrimp.chunks._table import ChunkTable
+from scrimp.chunks._table import ChunkTable, LayerSpace
 from scrimp.engine._memory import Budget
 from scrimp.errors import FitError
 from scrimp.ledger import format_nbytes
@@ -17,8 +17,8 @@ from scrimp.ledger import format_nbytes
 def first_places(
     table: ChunkTable, budget: Budget, *, precision: str, optimizer: Optimizer, accumulate: int, world: int, ranks_here: int
 ) -> list[str]:
-    """Where each layer's home is at first: on the host, or where that is full (the last layers) with its masters and
-    states on disk."""
+    """Where each layer's home is at first: on the host; if that is full, with its masters and states on disk, last layers
+    first; without a disk on the device, first layers first, which leaves room for one more layer at least."""
     dtypes = [torch.float32 if layer.wide else DTYPES[precision] for layer in table.layers]
     _fits_device(table, budget, dtypes)
     shards = Shards(table=table, world=world, rank=0)
@@ -38,12 +38,24 @@ def first_places(
             places[k] = DISK
         if total + max(row[2] for row in rows) <= room:
             return places
+    else:
+        there = budget.plan_nbytes - max(_needed(table, layer, dtypes) for layer in table.layers)
+        for k, row in enumerate(rows):
+            # With one rank a home on the device is the layer's own storage.
+            there -= sum(row) + (0 if world == 1 else table.layers[k].numel * dtypes[k].itemsize)
+            if there < 0:
+                break
+            total -= sum(row)
+            places[k] = DEVICE
+            if total <= room:
+                return places
     weights, gradients, rest = (sum(row[i] for row in rows) for i in range(3))
     smaller = isinstance(optimizer, AdamW) and optimizer.state == "fp32"
     raise FitError(
         f"model data takes {format_nbytes(weights + gradients + rest)} on this rank's host (weights {format_nbytes(weights)}, "
         f"gradients {format_nbytes(gradients)}, optimizer {format_nbytes(rest)}), its share of the host budget is "
-        f"{format_nbytes(room)} ({budget.host_origin}, {ranks_here} ranks here). "
+        f"{format_nbytes(room)} ({budget.host_origin}, {ranks_here} ranks here), and the device has no room for the rest: "
+        f"{format_nbytes(budget.device_nbytes)} ({budget.device_origin}). "
         + (
             "Even with all masters and states on disk the weights do not fit: use more ranks or a larger Memory(host=...)"
             if budget.disk is not None
@@ -53,9 +65,14 @@ def first_places(
     )
 
 
+def _needed(table: ChunkTable, layer: LayerSpace, dtypes: list[torch.dtype]) -> int:
+    """What must be on the device while a layer runs."""
+    return sum(table.layers[other].numel * dtypes[other].itemsize for other in layer.needs)
+
+
 def _fits_device(table: ChunkTable, budget: Budget, dtypes: list[torch.dtype]) -> None:
     for layer in table.layers:
-        nbytes = sum(table.layers[other].numel * dtypes[other].itemsize for other in layer.needs)
+        nbytes = _needed(table, layer, dtypes)
         if nbytes > budget.device_nbytes:
             largest = max(layer.slots, key=lambda slot: slot.numel)
             raise FitError(

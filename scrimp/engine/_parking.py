@@ -55,10 +55,12 @@ class Parked:
 
     def _host(self, leaf: torch.Tensor) -> torch.Tensor:
         host, room = self._store.books.host, self._store.host_room_nbytes
-        if room is not None and host.total_nbytes + leaf.nbytes > room:
+        # What layers on disk pass through may be let go now, but will be wanted again.
+        need = host.total_nbytes - host.now["temporaries"] + self._store.spill.need_nbytes + leaf.nbytes
+        if room is not None and need > room:
             raise FitError(
                 f"inputs of recomputed layers do not fit on the device, and parked on the host they need "
-                f"{format_nbytes(host.total_nbytes + leaf.nbytes)} of {format_nbytes(room)} ({host.snapshot()}). "
+                f"{format_nbytes(need)} of {format_nbytes(room)} ({host.snapshot()}). "
                 "Use a smaller batch, more accumulate, or a larger Memory(host=...)"
             )
         if self._store.lanes.overlapped:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from scrimp.chunks._classes import Choice, LayerCost, Rates, choose
-from scrimp.chunks._home import DEVICE, DISK
+from scrimp.chunks._classes import Choice, choose
+from scrimp.chunks._costs import LayerCost, Rates
+from scrimp.chunks._home import DEVICE, DISK, HOST, THROUGH
 from scrimp.chunks._residency import Moment
 from scrimp.chunks._store import Store
+from scrimp.chunks._through import stages_nbytes
 from scrimp.engine._batch import Signature, covers
 from scrimp.engine._forward import Recompute
 from scrimp.engine._world import agreed
@@ -48,10 +50,15 @@ class Planning:
         self.rates = rates
         self.room_nbytes = room_nbytes  # of the device, for weights and all that the meter counts
         self.stage_nbytes = 0  # what an update on the device needs besides
+        self.overlapped = store.lanes.overlapped
+        self.judged = True  # no update before all gradients were looked at
         self.current: Planned | None = None
         self._updates, self._best_update = 0, 0.0
         self._plans: dict[Signature | bytes, Planned] = {}
-        self._homes: frozenset[int] | None = None  # None: not chosen yet
+        self._homes: frozenset[int] | None = None  # on the device; None: not chosen yet
+        self._through: frozenset[int] | None = None
+        # On the device from the start: the host has no room for them.
+        self._fixed = frozenset(k for k, home in enumerate(store.homes) if home.place == DEVICE)
 
     def prepare(self, signature: Signature) -> Planned:
         """The plan for a batch, perhaps empty; recomputation is set as it says."""
@@ -87,15 +94,20 @@ class Planning:
         return True
 
     def homes_back(self) -> bool:
-        """Bring all homes from the device to the host; whether there were any."""
-        layers = [k for k, home in enumerate(self.store.homes) if home.place == DEVICE]
-        for layer in layers:
-            self.store.demote(layer)
-        if layers:
-            self._homes = frozenset()
+        """Bring homes from the device to the host, as many as there is room for; whether there were any."""
+        store, moved = self.store, False
+        room = store.host_room_nbytes
+        layers = [k for k, home in enumerate(store.homes) if home.place in (DEVICE, THROUGH)]
+        for layer in reversed(layers):  # the last ones first: the first are wanted first
+            if room is None or store.host_nbytes() + sum(store.home_nbytes(layer)) <= room:
+                store.move_home(layer, HOST)
+                moved = True
+        if moved:
+            self._homes = frozenset(k for k in layers if store.homes[k].place == DEVICE)
+            self._through = frozenset(k for k in layers if store.homes[k].place == THROUGH)
             for plan in self._plans.values():
                 plan.choice = None
-        return bool(layers)
+        return moved
 
     def saw_update(self, nbytes: int, seconds: float) -> None:
         """The host updated so many bytes: the best of its updates is better than any guess. But not the first, which has
@@ -105,55 +117,68 @@ class Planning:
             self.rates = replace(self.rates, host=self._best_update)
         self._updates += 1
 
-    def digest(
-        self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]
-    ) -> list[torch.Tensor]:
-        """Learn from a step that traced; new tensors on the device, if homes moved there."""
+    def digest(self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]) -> None:
+        """Learn from a step that traced; homes may move to the device."""
         plan.replans += 1
         if plan.replans > MOST_REPLANS + 2:
-            return []
+            return
         if plan.kept is None or not plan.costs:
             plan.costs = self._costs(kept_nbytes, seconds)
         trace = self._largest(trace)
         moments = [replace(moment, room_nbytes=self.room_nbytes - moment.room_nbytes) for moment in trace]
         again = plan.again = self.recompute.again
         may_keep = plan.kept is None and self.mode == "auto"
-        costs = [self._restricted(k, cost, again if may_keep else frozenset()) for k, cost in enumerate(plan.costs)]
+        keepable = again if may_keep else frozenset[int]()
+        costs = [
+            replace(self._restricted(k, cost), recomputable=k in keepable, recomputed=k in again - keepable)
+            for k, cost in enumerate(plan.costs)
+        ]
         self.rates = agreed(self.store.wire, self.rates)
         update_room = self.room_nbytes - self.stage_nbytes
         try:
-            choice = choose(moments, costs, self.rates, update_room_nbytes=update_room, world=self.store.wire.world)
+            choice = choose(
+                moments,
+                costs,
+                self.rates,
+                update_room_nbytes=update_room,
+                stages_nbytes=stages_nbytes(self.store.optimizer.states + 1),
+                world=self.store.wire.world,
+                overlapped=self.overlapped,
+                judged=self.judged,
+            )
         except FitError:  # it ran, if only just: go on holding the least
             plan.kept = plan.kept or frozenset()
-            return []
+            return
         if may_keep:
             plan.kept = choice.kept
             if choice.kept:
-                return []  # one more step shows what keeping them takes
+                return  # one more step shows what keeping them takes
         plan.kept = plan.kept or frozenset()
         plan.choice, plan.trace = choice, tuple(trace)
         plan.expected = tuple(moment.needs for moment in trace)
-        return self._move_homes(plan, choice.device)
+        self._move_homes(plan, choice.device, choice.through)
 
-    def _restricted(self, layer: int, cost: LayerCost, may_keep: frozenset[int]) -> LayerCost:
+    def _restricted(self, layer: int, cost: LayerCost) -> LayerCost:
         """Once homes are chosen, other batches may only bring some back."""
         movable = cost.movable and (self._homes is None or layer in self._homes)
-        return replace(cost, movable=movable, recomputable=layer in may_keep)
+        passable = cost.passable and (self._through is None or layer in self._through)
+        return replace(cost, movable=movable, passable=passable)
 
-    def _move_homes(self, plan: Planned, device: frozenset[int]) -> list[torch.Tensor]:
-        made: list[torch.Tensor] = []
-        for layer, home in enumerate(self.store.homes):
-            if home.place == DEVICE and layer not in device:
-                self.store.demote(layer)
-        for layer in sorted(device):
-            if self.store.homes[layer].place != DEVICE:
-                made += self.store.promote(layer)
-        if self._homes is not None and device != self._homes:
+    def _move_homes(self, plan: Planned, device: frozenset[int], through: frozenset[int]) -> None:
+        store = self.store
+        places = [DEVICE if k in device else THROUGH if k in through else HOST for k in range(len(store.homes))]
+        moving = [k for k, home in enumerate(store.homes) if home.place not in (DISK, places[k])]
+        for layer in moving:  # first what makes room
+            if store.homes[layer].place != HOST:
+                store.move_home(layer, HOST)
+        for layer in moving:
+            if places[layer] != HOST:
+                store.move_home(layer, places[layer])
+        if self._homes is not None and (device, through) != (self._homes, self._through):
             for other in self._plans.values():
                 if other is not plan:
                     other.choice = None
-        self._homes = device
-        return made
+        self._homes, self._through = device, through
 
     def _costs(self, kept_nbytes: dict[int, int], seconds: dict[int, float]) -> tuple[LayerCost, ...]:
         costs = []
@@ -173,9 +198,18 @@ class Planning:
                     kept_nbytes=max(0, int(found[k, 0])),
                     again_seconds=float(found[k, 1]),
                     movable=self.store.homes[k].place != DISK and layer.numel > 0,
+                    fixed=k in self._fixed,
+                    passable=self._passable(k),
                 )
             )
         return tuple(costs)
+
+    def _passable(self, layer: int) -> bool:
+        """Where nothing but masters and states would have to pass, all of them fp32, and they are in memory."""
+        store = self.store
+        weights, gradients, rest = store.home_nbytes(layer)
+        fp32 = store.optimizer.state == "fp32" and rest > 2 * weights and not gradients
+        return fp32 and store.wire.world == 1 and store.homes[layer].place in (HOST, THROUGH)
 
     def _largest(self, trace: list[Moment]) -> list[Moment]:
         """What others took at each moment, on the rank where it was most."""

@@ -47,6 +47,7 @@ class Reading:
     down_nbytes: int
     skipped: int
     lr: float | None
+    disk: dict[str, float | str]  # nothing, if none is used
 
 
 class Progress:
@@ -120,8 +121,9 @@ class Progress:
 
     def _read(self, loss: torch.Tensor | float, tokens: int, seconds: float) -> Reading:
         engine, step = self.engine, self.engine.steps - 1
-        up, down = self._up, self._down
+        before = self._traffic
         self._count_traffic()
+        up, down, read, written = (after - b for after, b in zip(self._traffic, before, strict=True))
         lr = rate(engine.optimizer, step)
         return Reading(
             step=step,
@@ -131,15 +133,16 @@ class Progress:
             device_nbytes=engine.ledger.total_nbytes,
             device_peak_nbytes=engine.ledger.peak_nbytes,
             host_nbytes=engine.store.host_nbytes(),
-            up_nbytes=self._up - up,
-            down_nbytes=self._down - down,
+            up_nbytes=up,
+            down_nbytes=down,
             skipped=engine.skipped,
             lr=float(lr) if isinstance(lr, (int, float)) else None,
+            disk=engine.store.spill.figures(read, written),
         )
 
     def _count_traffic(self) -> None:
         traffic = self.engine.store.traffic
-        self._up, self._down = traffic.up_nbytes, traffic.down_nbytes
+        self._traffic = (traffic.up_nbytes, traffic.down_nbytes, traffic.read_nbytes, traffic.written_nbytes)
 
     def _is_due(self, now: float, done: int) -> bool:
         if self._shown is None or done == self.steps:
@@ -193,5 +196,6 @@ def _row(reading: Reading) -> dict[str, object]:
         "up_nbytes": reading.up_nbytes,
         "down_nbytes": reading.down_nbytes,
         "skipped": reading.skipped,
+        **reading.disk,
     }
     return row if reading.lr is None else {**row, "lr": reading.lr}

@@ -78,6 +78,7 @@ class Residents:
 
     def end_step(self) -> tuple[bool, list[Moment]]:
         """Whether the step traced, from its start or from where it left its schedule; and the moments."""
+        self.timing.pause()
         self._close_moment()
         self._current = ()
         traced = self.tracing
@@ -198,6 +199,7 @@ class Residents:
             self._drop_others(needs)
             self._bring(bring, layer)
             return
+        self.timing.pause()
         self._close_moment()
         self._current = needs
         self._empty = (layer,) if empty else ()
@@ -218,6 +220,7 @@ class Residents:
         if self._schedule is not None and self.store.wire.world == 1:
             for other in self._schedule.ahead[at]:
                 self._fetch(other)
+        self.timing.resume(backward=torch._C._current_graph_task_id() != -1)
 
     @property
     def following(self) -> bool:

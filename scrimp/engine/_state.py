@@ -12,7 +12,7 @@ from torch import nn
 from scrimp.checkpoint import load, save
 from scrimp.chunks._table import Slot
 from scrimp.engine._match import persistent_buffers
-from scrimp.errors import CheckpointError
+from scrimp.errors import CheckpointError, RunError
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
@@ -60,6 +60,10 @@ def save_state(engine: Engine, folder: str | Path) -> None:
 
 
 def load_state(engine: Engine, folder: str | Path) -> None:
+    try:
+        engine.updating.worker.check()
+    except RunError as error:  # so it stays, if there is nothing to load
+        engine.broken = engine.broken or str(error)
     engine.updating.renew()
     engine.residents.abandon()
     for layer in range(len(engine.store.homes)):

@@ -88,10 +88,12 @@ def take_over(
     places = {}
     for index, seats in enumerate(layers):
         storage = store.flats[index].untyped_storage()
-        storage.resize_(store.nbytes(index))  # views can only be made of what is there
+        if not store.resident[index]:
+            storage.resize_(store.nbytes(index))  # views can only be made of what is there
         for seat in seats:
             places[id(seat.put(store.device_view(index, seat.slot)))] = (index, seat.slot)
-        storage.resize_(0)
+        if not store.resident[index]:
+            storage.resize_(0)
     return places
 
 

@@ -1,4 +1,11 @@
-"""Seconds of each layer's forward: the best of a few steps, since the first ones also load kernels and fill caches."""
+"""Seconds of compute: of each layer's forward, and of a step's whole forward and backward.
+
+A step's compute is the sum of its moments, each from when its layers were there to when the next ones were asked for: the
+device's own time where there is one, what its stream waits for copies and updates left out, what it waits for the next
+kernel to be launched left in. Backward has its recomputation, and the norms and landing of gradients, in it. Each is the
+best of a few steps, since the first ones also load kernels and fill caches: of those after a tracing step, and later of
+ever fewer.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +16,71 @@ from typing import Any
 
 import torch
 
-STEPS = 3  # after a tracing step
+STEPS = 3  # right after a tracing step
+
+Span = tuple[Any, Any]
 
 
 class Timing:
     def __init__(self, device: torch.device) -> None:
-        self.best: dict[int, float] = {}
+        self.best: dict[int, float] = {}  # of each layer's forward
+        self.whole: tuple[float, float] | None = None  # forward and backward of a step, of the shape that was traced last
         self._cuda = device.type == "cuda"
-        self._left = 0
-        self._now: dict[int, float] = {}
-        self._marks: list[tuple[int, Any, Any]] = []  # CUDA events around forwards, read when they are done
+        self._steps = 0  # since the last tracing step
+        self._since: tuple[bool, Any] | None = None  # whether backward, and since when
+        self._layers: list[tuple[int, Span]] = []
+        self._moments: list[tuple[bool, Span]] = []
 
     def begin(self, *, tracing: bool) -> None:
-        self._left = STEPS if tracing else self._left - 1
-        self._now, self._marks = {}, []
+        self._steps = 0 if tracing else self._steps + 1
+        self._since, self._layers, self._moments = None, [], []
+        if tracing:
+            self.whole = None
 
     def end(self) -> None:
         """At the end of a step; the few that are timed wait for the device."""
-        if self._marks:
+        if self._cuda and (self._layers or self._moments):
             torch.cuda.current_stream().synchronize()
-        for layer, start, end in self._marks:
-            self._now[layer] = self._now.get(layer, 0.0) + start.elapsed_time(end) / 1e3
-        self._marks = []
-        for layer, seconds in self._now.items():
+        now: dict[int, float] = {}
+        for layer, span in self._layers:
+            now[layer] = now.get(layer, 0.0) + self._seconds(span)
+        for layer, seconds in now.items():
             self.best[layer] = min(seconds, self.best.get(layer, seconds))
+        if self._moments:
+            halves = [0.0, 0.0]
+            for backward, span in self._moments:
+                halves[backward] += self._seconds(span)
+            self.whole = min(self.whole or (halves[0], halves[1]), (halves[0], halves[1]), key=sum)
+        self._layers, self._moments = [], []
 
     @contextmanager
     def of(self, layer: int) -> Iterator[None]:
-        if self._left < 0:
+        if not self._on:
             yield
             return
         start = self._mark()
         yield
-        end = self._mark()
-        if self._cuda:
-            self._marks.append((layer, start, end))
-        else:
-            self._now[layer] = self._now.get(layer, 0.0) + end - start
+        self._layers.append((layer, (start, self._mark())))
+
+    def pause(self) -> None:
+        """Layers are about to come and go."""
+        if self._since is not None:
+            backward, start = self._since
+            self._moments.append((backward, (start, self._mark())))
+            self._since = None
+
+    def resume(self, *, backward: bool) -> None:
+        """They are there. A step that traces is not like those that follow, and is left out."""
+        if self._on and self._steps:
+            self._since = (backward, self._mark())
+
+    @property
+    def _on(self) -> bool:
+        return self._steps <= STEPS or self._steps & (self._steps - 1) == 0
+
+    def _seconds(self, span: Span) -> float:
+        start, end = span
+        return float(start.elapsed_time(end)) / 1e3 if self._cuda else float(end - start)
 
     def _mark(self) -> Any:
         if not self._cuda:

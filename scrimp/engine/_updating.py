@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 
 from scrimp.chunks._cuda_meter import CudaMeter
-from scrimp.chunks._home import DEVICE, HOST, Opened
+from scrimp.chunks._fused import fused, kinds
+from scrimp.chunks._home import DEVICE, DISK, THROUGH, Opened, Piece
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import Optimizer, rate
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
+from scrimp.chunks._through import Part, Through, tiles
 from scrimp.chunks._update import Updater, stage_numel
-from scrimp.chunks._worker import Worker
+from scrimp.chunks._worker import Gate, Worker
+from scrimp.engine._disk_update import DiskUpdates
 from scrimp.errors import RunError
 
 LAST = 1 << 30  # after all layers
@@ -31,77 +35,107 @@ class Updating:
         slots = [slot for layer in store.table.layers for slot in layer.slots if slot.trainable]
         self._state = store.optimizer.state
         self._largest = max((slot.numel for slot in slots), default=0) if staged or self._state != "fp32" else 0
-        # The worker's, and one for homes on disk, which are updated beside it: a stage is one thread's.
-        self._host, self._disk = (Updater(torch.device("cpu"), self._largest, self._state) for _ in range(2))
-        for updater in (self._host, self._disk):
-            meter.ignore(updater.stage)
+        self._host = Updater(torch.device("cpu"), self._largest, state=self._state)
+        meter.ignore(self._host.stage)
+        dtypes = {store.dtype_of(layer) for layer in range(len(store.table.layers))}
+        self._fused = fused(store.device, kinds(optimizers.values(), dtypes)) if self._state == "fp32" else None
         self._hire()
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
-        self._nbytes, self._seconds = 0, 0.0
+        self._numel, self._seconds = 0, 0.0
+        self._begun: list[Gate] = []  # in this step
+        self._through: Through | None = None
 
     def _hire(self) -> None:
         self.worker = Worker("the host's update")
         self.close = weakref.finalize(self, self.worker.close)  # at exit too: the thread must not outlive torch
+        self._disk = DiskUpdates(self.store, self.worker, self._host, self.optimizers)
 
     def renew(self) -> None:
-        """After a failure, when all homes are about to be written anew."""
+        """After a failure, when all homes are about to be written anew; otherwise what was begun is finished."""
+        with suppress(RunError):
+            self.store.spill.wait()
+        self._disk.drop()
         self.close()
         self.store.gates.clear()
+        self._begun = []
         self._hire()
 
     @property
     def stage_nbytes(self) -> int:
         """What an update on the device takes there."""
-        return 4 * stage_numel(self.store.device, self._largest, self._state)
+        return 4 * stage_numel(self.store.device, self._largest, self._fused, self._state)
 
     def run(self, landed: list[tuple[int, Slot]], step: int, counts: dict[str, int], scale: torch.Tensor | None) -> None:
-        """Homes on the host are updated by the worker, beside what comes next; whoever asks for one waits for it alone."""
+        """Homes on host and disk are updated beside what comes next; whoever asks for one waits for it alone."""
         by_layer: dict[int, list[Slot]] = {}
         for layer, slot in landed:
             by_layer.setdefault(layer, []).append(slot)
         there: Updater | None = None
         for layer, slots in by_layer.items():
             numbers = self.numbers(slots, counts)
-            place = self.store.homes[layer].place
-            if place == HOST:
+            if self.store.homes[layer].place != DEVICE:
                 self.start(layer, slots, numbers, step, scale)
                 continue
-            updater, factor = self._disk, scale
-            if place == DEVICE:
-                there = there or self._on_device()
-                updater, factor = there, None if scale is None else scale.to(self.store.device)
-            with self.store.opened(layer, write=True) as data:
-                self._layer(updater, data, slots, numbers, step, factor)
+            there = there or self._on_device()
+            factor = None if scale is None else scale.to(self.store.device, non_blocking=True)
+            with self.store.opened(layer) as data:
+                self._layer(there, data, slots, numbers, step, factor)
             self.store.settled(layer)
         if there is not None:
             self.store.ledger.free("temporaries", there.stage.nbytes)
-        self.worker.submit(LAST, self._report)
+        self.worker.submit(LAST, self._report, self._begun)
+        self._begun = []
 
     def start(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
-        """Let the worker update a layer as soon as its gradients are down."""
+        """Let the worker update a layer as soon as its gradients are down, and its states read if they are on disk."""
+        if self.store.homes[layer].place == DISK:
+            self._disk.start(layer, slots, numbers, step, scale)
+            return
+        if self.store.homes[layer].place == THROUGH:
+            self._pass(layer, slots, numbers, step, scale)
+            return
         data, come = self.store.direct(layer), self.store.take_coming_home(layer)
 
         def job() -> None:
-            for event in come:
-                event.synchronize()
             start = time.perf_counter()
             self._layer(self._host, data, slots, numbers, step, scale)
             self._seconds += time.perf_counter() - start
-            numel = sum(slot.numel for slot in slots) // self.store.wire.world
-            self._nbytes += int(numel * self.store.optimizer.update_nbytes)
+            self._numel += sum(slot.numel for slot in slots) // self.store.wire.world
 
-        self.store.gates[layer] = self.worker.submit(layer, job)
+        self.store.gates[layer] = self.worker.submit(layer, job, come)
+        self._begun.append(self.store.gates[layer])
+
+    def _pass(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
+        """On the device, beside what comes next there; the layer's next use waits for it there."""
+        if self._through is None:
+            assert self._state == "fp32"  # what passes is masters and states of one type; planning takes no others
+            self._through = Through(self.store.device, self.store.optimizer.states + 1)
+            for tensor in (tensor for stage in self._through.stages for tensor in stage):
+                self.meter.ignore(tensor)
+            self.store.ledger.charge("optimizer", self._through.nbytes)
+            self._passing = self._on_device()
+        factor = None if scale is None else scale.to(self.store.device)
+
+        def apply(part: Part, piece: Piece) -> None:
+            self._passing.apply(self.optimizers[part.slot.name], step, part.count, piece, factor, own_master=False)
+
+        todo = tiles(slots, numbers, self._through.tile)
+        self.store.passed(layer, *self._through.update(layer, self.store.direct(layer), todo, apply))
 
     def _report(self) -> None:
         """What the worker has touched in a step, and in how many seconds."""
-        self.saw(self._nbytes, self._seconds)
-        self._nbytes, self._seconds = 0, 0.0
+        nbytes = int((self._numel + self._disk.numel) * self.store.optimizer.update_nbytes)
+        self.saw(nbytes, self._seconds + self._disk.seconds)
+        self._numel, self._seconds = 0, 0.0
+        self._disk.numel, self._disk.seconds = 0, 0.0
 
     def _layer(
         self, updater: Updater, data: Opened, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None
     ) -> None:
         for slot, number in zip(slots, numbers, strict=True):
             for piece in data.pieces(slot):
+                for state in piece.states if number == 1 else ():
+                    state.zero_()  # it is, coded or not, but all threads touch its pages so; the kernel's blocks are too small
                 updater.apply(self.optimizers[slot.name], step, number, piece, scale, own_master=data.own_master)
 
     def check_rates(self, step: int) -> None:
@@ -118,7 +152,7 @@ class Updating:
         return [counts[slot.name] for slot in slots]
 
     def _on_device(self) -> Updater:
-        updater = Updater(self.store.device, self._largest, self._state)
+        updater = Updater(self.store.device, self._largest, self._fused, self._state)
         self.meter.ignore(updater.stage)
         self.store.ledger.charge("temporaries", updater.stage.nbytes)
         return updater
@@ -126,9 +160,11 @@ class Updating:
 
 def restore_all(store: Store, landed: Iterable[tuple[int, Slot]]) -> None:
     """Instead of an update: weights again where gradients stand."""
+    by_layer: dict[int, list[Slot]] = {}
     for layer, slot in landed:
-        store.restore(layer, slot)
+        by_layer.setdefault(layer, []).append(slot)
     for layer, space in enumerate(store.table.layers):
         if store.anchored(layer):  # gradients that stand there without having been retired
-            for slot in space.slots[: sum(slot.trainable for slot in space.slots)]:
-                store.restore(layer, slot)
+            by_layer[layer] = list(space.slots[: sum(slot.trainable for slot in space.slots)])
+    for layer, slots in by_layer.items():
+        store.restore(layer, slots)

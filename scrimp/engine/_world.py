@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scrimp.chunks._classes import Rates
+from scrimp.chunks._costs import Rates
 from scrimp.chunks._wire import Wire
 from scrimp.engine._memory import Budget
 

@@ -1,0 +1,180 @@
+"""The device's update by one Triton kernel (`_fused_kernels.py`): 28 bytes per parameter, and no stage for gradients.
+
+It is used where Triton is, where it compiles, and where a trial comes within one ulp of torch's own fused kernels; torch's
+are used otherwise, tile by tile. The trial also compiles what the engine will ask for, before any step. Nothing here
+waits for the device once that is done: what changes from step to step goes as arguments, or is computed there.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from scrimp.chunks import _torch_fused
+from scrimp.chunks._home import Piece
+from scrimp.chunks._optim import SGD, AdamW, Optimizer
+
+BLOCK, WARPS = 1024, 8  # four numbers a thread: 16 bytes of fp32
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRIED = 2 * BLOCK + 5  # whole blocks and a rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is compiled apart: the optimizer, and of what type weights and gradients are; in fp32 a weight is its master."""
+
+    dtype: torch.dtype
+    adamw: bool
+    buffered: bool = False
+    nesterov: bool = False
+
+
+def kinds(optimizers: Iterable[Optimizer], dtypes: Iterable[torch.dtype]) -> frozenset[Kind]:
+    shapes = {
+        (True, False, False) if isinstance(o, AdamW) else (False, bool(o.momentum), bool(o.momentum) and o.nesterov)
+        for o in optimizers
+    }
+    return frozenset(Kind(dtype=d, adamw=a, buffered=b, nesterov=n) for d in {*dtypes} for a, b, n in shapes)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Updates pieces on one device. `scale` is a number on that device; the weight may be the gradient's own memory."""
+
+    kernels: Any
+    _known: dict[object, tuple[int, torch.Tensor]] = field(default_factory=dict)
+
+    def apply(
+        self, optimizer: Optimizer, lr: float, count: int, piece: Piece, weight: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> None:
+        """`count`: how often the parameter was updated, this time included."""
+        _check(piece, weight, scale)
+        numel, device = piece.master.numel(), piece.master.device
+        if not numel:
+            return
+        here = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        factor = self._number(here, 1, lambda: _fp32(1, device)) if scale is None else scale
+        target, grid = piece.master if weight is None else weight, (-(-numel // BLOCK),)
+        options = {"own_master": weight is None, "block": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
+        with torch.cuda.device_of(piece.master):  # type: ignore[no-untyped-call]
+            if isinstance(optimizer, AdamW):
+                betas = optimizer.betas
+                known = self._number((*here, betas), count, lambda: _corrections(betas, count, device))
+                self.kernels.adamw[grid](
+                    piece.master, *piece.states, piece.gradient, target, factor, known, numel,
+                    *map(float, (lr, *betas, optimizer.eps, optimizer.weight_decay)), **options,
+                )  # fmt: skip
+                return
+            momentum, buffered = optimizer.momentum, optimizer.momentum != 0
+            carry, take = (0, 1) if count == 1 else (momentum, 1 - optimizer.dampening)
+            self.kernels.sgd[grid](
+                piece.master, piece.states[0] if buffered else piece.master, piece.gradient, target, factor, numel,
+                *map(float, (lr, momentum, carry, take, optimizer.weight_decay)),
+                buffered=buffered, nesterov=buffered and optimizer.nesterov, **options,
+            )  # fmt: skip
+
+    def _number(self, key: object, count: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Made once for all parameters that were updated so often; by the stream that reads it."""
+        found = self._known.get(key)
+        if found is None or found[0] != count:
+            found = self._known[key] = (count, make())
+        return found[1]
+
+
+def _corrections(betas: tuple[float, float], count: int, device: torch.device) -> torch.Tensor:
+    """AdamW's two, as torch's kernel takes them: in fp32, by the device's own power function, whose error the difference
+    from 1 blows up in the first steps."""
+    powers = [torch.pow(_fp32(beta, device), _fp32(count, device)) for beta in betas]
+    return torch.stack([1 - powers[0], (1 - powers[1]).sqrt()])
+
+
+def _fp32(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((), float(value), dtype=torch.float32, device=device)  # filled there: no copy to wait for
+
+
+def _check(piece: Piece, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+    fp32 = [piece.master, *piece.states, *([] if scale is None else [scale])]
+    flat = [piece.master, *piece.states, piece.gradient, *([] if weight is None else [weight])]
+    if (
+        any(tensor.dtype != torch.float32 for tensor in fp32)
+        or any(not t.is_contiguous() or t.numel() != piece.master.numel() or t.device != piece.master.device for t in flat)
+        or piece.gradient.dtype not in DTYPES
+        or (scale is not None and (scale.numel() != 1 or scale.device != piece.master.device))
+    ):
+        raise ValueError("the device's kernel is for contiguous tensors of one size on one device: fp32 but gradient and weight")
+
+
+def fused(device: torch.device, wanted: frozenset[Kind]) -> Fused | None:
+    """The kernel, tried for all that is wanted of it; `why_not` says why there is none."""
+    found = _settled(device, wanted)
+    return found if isinstance(found, Fused) else None
+
+
+def why_not(device: torch.device, wanted: frozenset[Kind]) -> str | None:
+    found = _settled(device, wanted)
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _settled(device: torch.device, wanted: frozenset[Kind]) -> Fused | str:
+    if os.environ.get("SCRIMP_FUSED") == "0":
+        return "SCRIMP_FUSED is 0"
+    if device.type != "cuda":
+        return "it is for CUDA devices"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Triton, about itself
+            kernel = Fused(_kernels())
+            wrong = [kind for kind in wanted if not _tried(kernel, device, kind)]
+        return f"it is not within one ulp of torch {torch.__version__} for {wrong[0]}" if wrong else kernel
+    except ImportError as error:
+        return f"no Triton: {error}"
+    except Exception as error:  # training goes on without it, whatever it was
+        return f"{type(error).__name__}: {error}"
+
+
+def _kernels() -> Any:
+    from scrimp.chunks import _fused_kernels
+
+    return _fused_kernels
+
+
+def _tried(kernel: Fused, device: torch.device, kind: Kind) -> bool:
+    """Whether two updates come within one ulp of torch's."""
+    optimizer: Optimizer = AdamW(weight_decay=0.1)
+    if not kind.adamw:
+        optimizer = SGD(weight_decay=0.1, momentum=0.9 * kind.buffered, dampening=0.0, nesterov=kind.nesterov)
+    random = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(TRIED, generator=random, dtype=torch.float32, device="cpu") for _ in range(4)]
+    master, *states, gradient = [values.to(device) for values in (drawn[0], drawn[1], drawn[2].square(), drawn[3])]
+    states, gradient = states[: optimizer.states], gradient.to(kind.dtype)
+    own = kind.dtype == torch.float32
+    for count in (1, 3):
+        weight = None if own else gradient.clone()
+        piece = Piece(
+            inside=slice(0, TRIED),
+            weight=master if weight is None else weight,
+            gradient=gradient if weight is None else weight,
+            master=master.clone(),
+            states=[state.clone() for state in states],
+        )
+        kernel.apply(optimizer, 0.01, count, piece, weight, None)
+        _torch_fused.update(optimizer, 0.01, count, master, gradient.float(), states)
+        pairs = zip((piece.master, *piece.states), (master, *states), strict=True)
+        if not all(within_an_ulp(mine, other) for mine, other in pairs):
+            return False
+        if weight is not None and not torch.equal(weight, piece.master.to(kind.dtype)):
+            return False
+    return True
+
+
+def within_an_ulp(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of fp32 tensors: equal, or neighbours."""
+    towards = torch.nextafter(other, mine)
+    return bool(((mine == towards) | (mine.isnan() & other.isnan())).all())

@@ -1,0 +1,111 @@
+# mypy: ignore-errors
+"""Updates on a device, in Triton: gradient, master and states in, master, states and 16-bit weight out, in one pass.
+
+AdamW's arithmetic is torch's (fused_adam_utils.cuh), all of it in fp32: settings rounded to fp32, moments by two fused
+multiply-adds, weight decay by one (nvcc contracts it), divisions and roots rounded correctly. Nothing else here could be
+contracted. The bias corrections come as numbers on the device, since torch raises the betas to a power there, in fp32.
+SGD's is torch's too (FusedSgdKernel.cu): every line in fp64, rounded to fp32 at its end.
+
+Only `_fused.py` imports this file: Triton need not be there. Its annotations are Triton's types, not text, and say that
+numbers which change from step to step are not compiled in.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["numel", "scale", "corrections"])
+def adamw(
+    master,
+    m,
+    v,
+    gradient,
+    weight,
+    scale,
+    corrections,
+    numel: tl.int64,
+    lr: tl.float32,
+    beta1: tl.float32,
+    beta2: tl.float32,
+    eps: tl.float32,
+    decay: tl.float32,
+    own_master: tl.constexpr,
+    block: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * block
+    at = start + tl.arange(0, block)
+    if start + block <= numel:  # without a mask loads and stores are as wide as can be
+        _adamw(master, m, v, gradient, weight, scale, corrections, lr, beta1, beta2, eps, decay, own_master, at, None)
+    else:
+        _adamw(master, m, v, gradient, weight, scale, corrections, lr, beta1, beta2, eps, decay, own_master, at, at < numel)
+
+
+@triton.jit
+def _adamw(master, m, v, gradient, weight, scale, corrections, lr, beta1, beta2, eps, decay, own_master: tl.constexpr, at, mask):
+    g = tl.load(gradient + at, mask).to(tl.float32) * tl.load(scale)
+    p = tl.load(master + at, mask)
+    p = tl.fma(-(lr * decay), p, p)
+    first = tl.fma(beta1, tl.load(m + at, mask), tl.fma(-beta1, g, g))
+    square = g * g
+    second = tl.fma(beta2, tl.load(v + at, mask), tl.fma(-beta2, square, square))
+    step_size = tl.div_rn(lr, tl.load(corrections))
+    p -= tl.div_rn(step_size * first, tl.div_rn(tl.sqrt_rn(second), tl.load(corrections + 1)) + eps)
+    tl.store(m + at, first, mask)
+    tl.store(v + at, second, mask)
+    tl.store(master + at, p, mask)
+    if not own_master:
+        tl.store(weight + at, p.to(weight.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["numel", "scale"])
+def sgd(
+    master,
+    buffer,
+    gradient,
+    weight,
+    scale,
+    numel: tl.int64,
+    lr: tl.float64,
+    momentum: tl.float64,
+    carry: tl.float64,
+    take: tl.float64,
+    decay: tl.float64,
+    buffered: tl.constexpr,
+    nesterov: tl.constexpr,
+    own_master: tl.constexpr,
+    block: tl.constexpr,
+):
+    """The buffer becomes `carry` times itself and `take` times the gradient: 0 and 1 in a parameter's first update."""
+    start = tl.program_id(0).to(tl.int64) * block
+    at = start + tl.arange(0, block)
+    if start + block <= numel:
+        _sgd(
+            master, buffer, gradient, weight, scale, lr, momentum, carry, take, decay,
+            buffered, nesterov, own_master, at, None,
+        )  # fmt: skip
+    else:
+        _sgd(
+            master, buffer, gradient, weight, scale, lr, momentum, carry, take, decay,
+            buffered, nesterov, own_master, at, at < numel,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sgd(
+    master, buffer, gradient, weight, scale, lr, momentum, carry, take, decay,
+    buffered: tl.constexpr, nesterov: tl.constexpr, own_master: tl.constexpr, at, mask,
+):  # fmt: skip
+    g = tl.load(gradient + at, mask).to(tl.float32) * tl.load(scale)
+    p = tl.load(master + at, mask)
+    g = (g.to(tl.float64) + decay * p.to(tl.float64)).to(tl.float32)
+    if buffered:
+        kept = carry * tl.load(buffer + at, mask).to(tl.float64) + take * g.to(tl.float64)
+        tl.store(buffer + at, kept.to(tl.float32), mask)
+        if nesterov:
+            g = (g.to(tl.float64) + momentum * kept).to(tl.float32)
+        else:
+            g = kept.to(tl.float32)
+    p = (p.to(tl.float64) - lr * g.to(tl.float64)).to(tl.float32)
+    tl.store(master + at, p, mask)
+    if not own_master:
+        tl.store(weight + at, p.to(weight.dtype.element_ty), mask)

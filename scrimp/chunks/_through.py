@@ -1,0 +1,133 @@
+"""The update, on the device, of layers whose masters and states are on the host: these pass through the device.
+
+A layer's weights are on the device for good, and so are its gradients when they land there. Tile by tile its masters and
+states come up, are updated beside them, and go down again, through a few stages that take turns, on streams of their own.
+The host neither computes nor waits: whoever computes with the layer waits on the device, whoever reads its states on the
+host waits for the last copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from scrimp.chunks._arena import register
+from scrimp.chunks._home import Home, Opened, Piece
+from scrimp.chunks._lanes import Event
+from scrimp.chunks._table import Slot
+
+TILE, STAGES = 4 << 20, 3  # elements; one stage comes up, one is updated, one goes down
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A slot's elements [start, stop) of the layer; `count`: how often it was updated, this time included."""
+
+    slot: Slot
+    count: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+
+def tiles(slots: Sequence[Slot], counts: Sequence[int], most: int) -> list[Tile]:
+    """Neighbours together, as long as they fit; a large slot is cut at multiples of `most` from its own start, so that
+    vector lanes and tails are those of the whole."""
+    found: list[Tile] = []
+    for slot, count in sorted(zip(slots, counts, strict=True), key=lambda row: row[0].start):
+        for start in range(slot.start, slot.stop, most):
+            part = Part(slot=slot, count=count, start=start, stop=min(start + most, slot.stop))
+            last = found[-1] if found else None
+            if last is not None and part.stop - last.start <= most:
+                found[-1] = Tile(start=last.start, stop=part.stop, parts=(*last.parts, part))
+            else:
+                found.append(Tile(start=start, stop=part.stop, parts=(part,)))
+    return found
+
+
+def stages_nbytes(tensors: int) -> int:
+    return 4 * TILE * STAGES * tensors
+
+
+def pin(home: Home) -> None:
+    """So that copies of masters and states overlap with everything else."""
+    assert home.master is not None
+    for tensor in (home.master, *home.states):
+        if not tensor.is_pinned():
+            register(tensor)
+
+
+class Through:
+    """`tensors`: masters and states of a layer."""
+
+    def __init__(self, device: torch.device, tensors: int) -> None:
+        self.tile = TILE
+        self.stages = [[torch.empty(TILE, dtype=torch.float32, device=device) for _ in range(tensors)] for _ in range(STAGES)]
+        self._free: list[Event] = [None] * STAGES
+        self._home: dict[int, Event] = {}  # by layer: all of it is down
+        self._turn = 0
+        self._device = device
+        self._streams: list[Any] = [None] * 3
+        if device.type == "cuda":
+            self._streams = [torch.cuda.Stream(device) for _ in range(3)]  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for stage in self.stages for tensor in stage)
+
+    def update(self, layer: int, data: Opened, todo: Sequence[Tile], apply: Callable[[Part, Piece], None]) -> tuple[Event, Event]:
+        """`apply` updates a piece, on the stream that is current then. The events: the weights are new; all is home."""
+        up, work, down = self._streams
+        landed = torch.cuda.current_stream(self._device).record_event() if up is not None else None
+        done: Event = None
+        for tile in todo:
+            stage, turn = self.stages[self._turn], self._turn
+            self._turn = (turn + 1) % STAGES
+            here = [tensor[tile.start : tile.stop] for tensor in (data.master, *data.states)]
+            there = [tensor[: tile.stop - tile.start] for tensor in stage]
+            come = _run(up, [self._free[turn], self._home.get(layer)], partial(_copy, there, here))
+            done = _run(work, [come, landed], partial(_update, tile, data, there, apply))
+            self._free[turn] = _run(down, [done], partial(_copy, here, there))
+        self._home[layer] = self._free[(self._turn - 1) % STAGES]
+        return done, self._home[layer]
+
+
+def _run(stream: Any, after: Sequence[Event], work: Callable[[], None]) -> Event:
+    """On a stream, if there are streams, after events; the event that it is done."""
+    if stream is None:
+        work()
+        return None
+    for event in after:
+        if event is not None:
+            stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        work()
+        done: torch.cuda.Event = stream.record_event()
+        return done
+
+
+def _update(tile: Tile, data: Opened, there: list[torch.Tensor], apply: Callable[[Part, Piece], None]) -> None:
+    for part in tile.parts:
+        apply(part, _piece(part, tile, data, there))
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _piece(part: Part, tile: Tile, data: Opened, there: list[torch.Tensor]) -> Piece:
+    weight = data.weights[part.start : part.stop]
+    master, *states = [tensor[part.start - tile.start : part.stop - tile.start] for tensor in there]
+    inside = slice(part.start - part.slot.start, part.stop - part.slot.start)
+    return Piece(inside=inside, weight=weight, gradient=weight, master=master, states=states)

@@ -1,0 +1,280 @@
+"""The update of layers on disk, beside the step: the bits of the host's, within the host's budget, whatever the size of
+tiles; and whatever goes wrong in its threads ends training with its cause, never in a hang."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scrimp import zoo
+from scrimp.chunks._home import DISK
+from scrimp.chunks._optim import AdamW
+from scrimp.chunks._spill import SpillFile
+from scrimp.engine import Engine, Memory
+from scrimp.engine._metrics import read_metrics
+from scrimp.engine._progress import Progress
+from scrimp.errors import CheckpointError, RunError
+from tests.test_engine import LR, assert_same
+from tests.test_spill import ROOT
+
+SHAPE = {"layers": 3, "dim": 36, "vocab": 61, "seq": 29}  # parameters that end in the middle of a vector
+STEPS = 6
+MODES: dict[str, dict[str, Any]] = {"clipped": {"clip_norm": 0.5}, "unclipped": {"skip_nonfinite": False}}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small layer has many."""
+    for name in ("_spill.BLOCK", "_spilling.BLOCK", "_spill_queue.REQUEST"):
+        monkeypatch.setattr(f"scrimp.chunks.{name}", 4096)
+
+
+def batch(step: int) -> Any:
+    return zoo.example_batch("gpt-tiny", batch=2, step=step, **SHAPE)
+
+
+def engine_for(folder: Path | None, host: int | str = "auto", state: str = "fp32", **settings: Any) -> Engine:
+    torch.manual_seed(0)
+    memory = Memory(device="1GiB", host=host, disk=folder)
+    optimizer = AdamW(lr=LR, state=state)
+    engine = Engine(zoo.build("gpt-tiny", **SHAPE), optimizer=optimizer, memory=memory, device="cpu", **settings)
+    engine.planning._homes = frozenset()  # homes stay where they are
+    return engine
+
+
+def host_for(share: float, precision: str = "bf16", state: str = "fp32") -> int:
+    """Between all masters and states on disk and all on the host."""
+    engine = engine_for(None, precision=precision, state=state)
+    rows = [engine.store.home_nbytes(k) for k in range(len(engine.store.homes))]
+    least = sum(row[0] + row[1] for row in rows) + max(row[2] for row in rows)
+    return int(least + share * (sum(map(sum, rows)) - least))
+
+
+def file_of(engine: Engine, path: str) -> SpillFile:
+    file = engine.store.homes[[layer.path for layer in engine.store.table.layers].index(path)].file
+    assert file is not None
+    return file
+
+
+def on_disk(engine: Engine) -> int:
+    return sum(engine.store.home_nbytes(k)[2] for k, home in enumerate(engine.store.homes) if home.place == DISK)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("precision", "state", "tile", "share", "kernel"),
+    [
+        ("bf16", "fp32", 1024, 0.0, True),
+        ("bf16", "fp32", 4096, 0.6, False),
+        ("fp32", "fp32", 2048, 0.0, False),
+        ("fp32", "fp32", 1 << 22, 0.6, True),
+        ("bf16", "int8", 1024, 0.0, True),
+        ("fp32", "int8", 2048, 0.6, False),
+    ],
+)
+def test_the_bits_of_the_host(
+    mode: str, precision: str, state: str, tile: int, share: float, kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scrimp.chunks._spilling.TILE", tile)
+    want = engine_for(None, precision=precision, state=state, **MODES[mode])
+    host = host_for(share, precision, state)
+    engine = engine_for(tmp_path, host, precision=precision, state=state, **MODES[mode])
+    if not kernel:
+        engine.updating._host.native = None
+    largest = max(engine.store.shards.trained_numel(k) for k, home in enumerate(engine.store.homes) if home.place == DISK)
+    assert len(engine.store.spill.tiles(largest)) >= 3
+    for step in range(STEPS):
+        loss = engine.step(*batch(step))
+        assert loss == want.step(*batch(step))
+    assert bool(engine._started) == (mode == "unclipped")
+    engine.wait()
+    nbytes, traffic = on_disk(engine), engine.store.traffic
+    assert (traffic.read_nbytes, traffic.written_nbytes) == (STEPS * nbytes, (STEPS + 1) * nbytes)
+    assert 0 < engine.ledger.host.now["temporaries"] <= engine.store.spill.need_nbytes
+    assert_same(engine.state_dict(), want.state_dict())
+    assert engine.ledger.host.peak_nbytes <= host
+    assert engine.ledger.host.now["temporaries"] == 0
+    engine.close()
+
+
+def test_a_forward_does_not_wait_for_the_disk_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only for the update; what is written late is what was updated, and is read again only then."""
+    want = engine_for(None)
+    engine = engine_for(tmp_path, host_for(0.0))
+    engine.store.spill.stages = 3  # there is hardly room for one
+    for step in range(3):
+        engine.step(*batch(step))
+        want.step(*batch(step))
+    engine.wait()
+    file = file_of(engine, "blocks.2")
+    held, write = threading.Event(), file.write
+    monkeypatch.setattr(file, "write", lambda *args: (held.wait(20), write(*args)))  # takes three of the four threads
+    engine.step(*batch(3))
+    want.step(*batch(3))
+    assert engine.evaluate(*batch(4)) == want.evaluate(*batch(4))
+    assert [gate.open for gate in engine.store.spill.writing].count(False) == 1
+    held.set()
+    assert engine.step(*batch(4)) == want.step(*batch(4))
+    assert_same(engine.state_dict(), want.state_dict())
+
+
+def test_a_checkpoint_reads_each_layer_once(tmp_path: Path) -> None:
+    host = host_for(0.0)
+    engine = engine_for(tmp_path / "disk", host)
+    engine.step(*batch(0))
+    engine.wait()
+    before = engine.store.traffic.read_nbytes
+    engine.save(tmp_path / "ckpt")
+    assert engine.store.traffic.read_nbytes - before == on_disk(engine)
+    assert engine.ledger.host.now["temporaries"] == 0
+    assert engine.ledger.host.peak_nbytes <= host
+    again = engine_for(None)
+    again.load(tmp_path / "ckpt")
+    assert_same(again.state_dict(), engine.state_dict())
+
+
+def test_a_skipped_step_reads_each_layer_once(tmp_path: Path) -> None:
+    engine = engine_for(tmp_path, host_for(0.0))
+    engine.step(*batch(0))
+    before = engine.state_dict()
+    reads = engine.store.traffic.read_nbytes
+    land = engine.store.land
+    engine.store.land = lambda *args, first: land(args[0], args[1], args[2] * float("nan"), first=first)  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="not finite"):
+        engine.step(*batch(1))
+    engine.wait()
+    assert engine.store.traffic.read_nbytes - reads == on_disk(engine)
+    assert_same(engine.state_dict(), before)
+
+
+def test_what_is_measured(tmp_path: Path) -> None:
+    engine = engine_for(tmp_path / "disk", host_for(0.0))
+    with Progress(engine, metrics=tmp_path / "m.jsonl", quiet=True) as progress:
+        for step in range(4):
+            loss = engine.step(*batch(step))
+            engine.wait()
+            progress.update(loss)
+    terms, nbytes = engine.bound().terms, on_disk(engine)
+    row = read_metrics(tmp_path / "m.jsonl")[-1]
+    assert row["disk"] == ("buffered" if engine.store.spill.buffered_because else "direct")
+    assert row["disk_read_nbytes"] == row["disk_written_nbytes"] == nbytes
+    assert terms["disk read"] == nbytes / row["disk_read_nbytes_per_second"]
+    assert terms["disk write"] == nbytes / row["disk_write_nbytes_per_second"]
+    assert "disk read" in str(engine.bound())
+    without = engine_for(None)
+    for step in range(4):
+        without.step(*batch(step))
+    assert not any("disk" in name for name in without.bound().terms)
+
+
+# Faults.
+
+
+def broken(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def later(call: Callable[..., int], count: int) -> Callable[..., int]:
+    """A call that fails from some time on, in whatever thread."""
+    left = iter(range(count))
+    return lambda *args: broken() if next(left, None) is None else call(*args)
+
+
+def steps(engine: Engine, count: int) -> None:
+    for step in range(count):
+        engine.step(*batch(step))
+    engine.wait()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fault", ["read", "write", "bit", "update"])
+def test_whatever_fails_ends_training_with_its_cause(
+    fault: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_for(tmp_path / "disk", host_for(0.0), **MODES[mode])
+    steps(engine, 3)
+    engine.save(tmp_path / "ckpt")
+    words = rf"the host's update failed: .*layer '.*', block \d+ of .*could not be {fault if fault == 'read' else 'written'}"
+    with monkeypatch.context() as patch:
+        if fault == "read":
+            patch.setattr(os, "preadv", later(os.preadv, 20))
+        elif fault == "write":
+            patch.setattr(os, "pwrite", later(os.pwrite, 20))
+        elif fault == "bit":
+            file = file_of(engine, "blocks.0")
+            os.pwrite(file._fd, b"?", file._starts["1"] + 2 * 4096 + 7)
+            words = r"the host's update failed: layer 'blocks\.0': region '1', block 2 of .*has the checksum"
+        else:
+            patch.setattr(engine.updating._host, "apply", lambda *_, **__: broken())
+            words = r"the host's update failed: .*Input/output error; load the last checkpoint"
+        with pytest.raises(RunError, match=words):
+            steps(engine, 3)
+        for use in (lambda: engine.step(*batch(0)), engine.state_dict, lambda: engine.save(tmp_path / "other")):
+            with pytest.raises(RunError, match="load the last checkpoint"):
+                use()
+    engine.load(tmp_path / "ckpt")
+    want = engine_for(None, **MODES[mode])
+    want.load(tmp_path / "ckpt")
+    steps(engine, 2)
+    steps(want, 2)
+    assert_same(engine.state_dict(), want.state_dict())
+    assert engine.ledger.host.now["temporaries"] == 0
+    assert engine.ledger.host.peak_nbytes <= host_for(0.0)
+
+
+def test_loading_and_closing_while_work_is_pending(tmp_path: Path) -> None:
+    engine, want = engine_for(tmp_path / "disk", host_for(0.0)), engine_for(None)
+    for step in range(2):
+        engine.step(*batch(step))
+        want.step(*batch(step))
+    with pytest.raises(CheckpointError):
+        engine.load(tmp_path / "nothing")  # what was begun is finished
+    assert_same(engine.state_dict(), want.state_dict())
+    engine.save(tmp_path / "ckpt")
+    engine.step(*batch(2))
+    engine.load(tmp_path / "ckpt")
+    assert_same(engine.state_dict(), want.state_dict())
+    engine.step(*batch(2))
+    engine.close()
+    assert not [gate for gate in engine.store.spill.writing if not gate.open]
+    want.step(*batch(2))
+    assert_same(engine.state_dict(), want.state_dict())
+
+
+def test_exit_without_close(tmp_path: Path) -> None:
+    """With updates on their way, and slow ones: what has not begun is dropped, nothing hangs, nothing is said or left."""
+    code = f"""
+import os, pathlib, time
+from tests.test_disk_update import batch, engine_for, host_for
+engine = engine_for(pathlib.Path({str(tmp_path)!r}), host_for(0.0))
+preadv = os.preadv
+os.preadv = lambda *args: (time.sleep(0.3), preadv(*args))[1]
+engine.step(*batch(0))
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_is_let_go_ends_its_threads(tmp_path: Path) -> None:
+    import gc
+
+    before = threading.active_count()
+    engine = engine_for(tmp_path, host_for(0.0))
+    engine.step(*batch(0))
+    assert threading.active_count() > before
+    engine.wait()
+    del engine
+    gc.collect()
+    assert threading.active_count() <= before

@@ -1,0 +1,252 @@
+"""The device's update kernel: within one ulp of torch's fused kernels on a GPU; its logic in Triton's interpreter without one."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scrimp.chunks import _fused
+from scrimp.chunks._fused import BLOCK, Fused, Kind, fused, kinds, why_not, within_an_ulp
+from scrimp.chunks._home import Piece
+from scrimp.chunks._optim import SGD, AdamW, Optimizer
+from scrimp.chunks._update import Updater, stage_numel
+
+CPU = torch.device("cpu")
+OPTIMIZERS: tuple[Optimizer, ...] = (
+    AdamW(lr=1e-3),
+    AdamW(lr=3e-2, betas=(0.4, 0.95), eps=1e-4, weight_decay=0.3),
+    AdamW(lr=0.1, betas=(0.0, 0.0), weight_decay=0.0),
+    SGD(lr=0.1),
+    SGD(lr=0.01, weight_decay=0.1),
+    SGD(lr=0.01, momentum=0.9, weight_decay=0.1),
+    SGD(lr=0.01, momentum=0.9, dampening=0.3),
+    SGD(lr=0.3, momentum=0.7, nesterov=True, weight_decay=0.01),
+)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = (1, 7, 64, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 333)
+
+
+def piece_of(
+    numel: int, optimizer: Optimizer, dtype: torch.dtype, device: torch.device, *, aliased: bool, seed: int = 0
+) -> Piece:
+    """`aliased`: gradient and weight are one memory, as in a home without gradients of its own."""
+    random = torch.Generator().manual_seed(numel + seed)
+
+    def draw(scale: float) -> torch.Tensor:
+        return (torch.randn(numel, generator=random) * scale).to(device)
+
+    master, gradient = draw(0.1), draw(1e-2).to(dtype)
+    own = dtype == torch.float32
+    weight = master if own else gradient if aliased else torch.empty_like(gradient)
+    states = [draw(1e-2), draw(1e-2).square()][: optimizer.states]
+    return Piece(inside=slice(0, numel), weight=weight, gradient=gradient, master=master, states=states)
+
+
+def by_torch(optimizer: Optimizer, count: int, piece: Piece, scale: torch.Tensor | None) -> None:
+    updater = Updater(piece.master.device, piece.master.numel())
+    updater.native = None
+    updater.apply(optimizer, 0, count, piece, scale, own_master=piece.weight is piece.master)
+
+
+def by_kernel(kernel: Fused, optimizer: Optimizer, count: int, piece: Piece, scale: torch.Tensor | None) -> None:
+    updater = Updater(piece.master.device, piece.master.numel(), kernel)
+    updater.native = None
+    updater.apply(optimizer, 0, count, piece, scale, own_master=piece.weight is piece.master)
+
+
+# Without a GPU.
+
+
+def test_without_cuda_torch_is_used_and_the_reason_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = kinds([AdamW()], [torch.bfloat16])
+    assert fused(CPU, wanted) is None
+    assert why_not(CPU, wanted) == "it is for CUDA devices"
+    monkeypatch.setenv("SCRIMP_FUSED", "0")
+    _fused._settled.cache_clear()
+    assert why_not(CPU, wanted) == "SCRIMP_FUSED is 0"
+    _fused._settled.cache_clear()
+
+
+def test_what_does_not_load_or_compile_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, device = kinds([AdamW()], [torch.bfloat16]), torch.device("cuda", 0)
+
+    def fails(error: Exception) -> Any:
+        def raising(*_: Any) -> Any:
+            raise error
+
+        return raising
+
+    for error, reason in (
+        (ImportError("no module named triton"), "no Triton: no module named triton"),
+        (RuntimeError("ptxas said no"), "RuntimeError: ptxas said no"),
+    ):
+        _fused._settled.cache_clear()
+        monkeypatch.setattr(_fused, "_kernels", fails(error))
+        assert fused(device, wanted) is None
+        assert why_not(device, wanted) == reason
+    _fused._settled.cache_clear()
+    monkeypatch.setattr(_fused, "_kernels", lambda: None)
+    monkeypatch.setattr(_fused, "_tried", lambda *_: False)
+    assert str(why_not(device, wanted)).startswith("it is not within one ulp of torch")
+    _fused._settled.cache_clear()
+
+
+def test_with_the_kernel_no_stage_is_needed() -> None:
+    device = torch.device("cuda")
+    assert stage_numel(device, 1000, None) == 1000
+    assert stage_numel(device, 1000, Fused(None)) == 0
+    assert Updater(CPU, 1000, Fused(None)).stage.nbytes == 0
+
+
+def test_kinds_are_what_is_compiled_apart() -> None:
+    many = [AdamW(), AdamW(lr=2.0), SGD(), SGD(nesterov=True), SGD(momentum=0.9), SGD(momentum=0.9, nesterov=True)]
+    found = kinds(many, [torch.bfloat16, torch.float32])
+    assert len(found) == 8
+    assert Kind(dtype=torch.float32, adamw=False, buffered=True, nesterov=True) in found
+
+
+def test_wrong_tensors_are_refused() -> None:
+    def refused(**changes: Any) -> None:
+        piece = piece_of(64, AdamW(), torch.bfloat16, CPU, aliased=True)
+        changed = Piece(**{**vars(piece), **changes})
+        with pytest.raises(ValueError, match="contiguous"):
+            Fused(None).apply(AdamW(), 0.1, 1, changed, changed.weight, None)
+
+    refused(master=torch.zeros(64, dtype=torch.float64))
+    refused(gradient=torch.zeros(64, dtype=torch.float64))
+    refused(gradient=torch.zeros(63))
+    refused(states=[torch.zeros(64), torch.zeros(128)[::2]])
+
+
+def test_an_ulp() -> None:
+    one = torch.tensor([1.0, -3.0, 0.0, float("nan"), 1e-45])
+    near = torch.nextafter(one, torch.tensor(2.0))
+    assert within_an_ulp(one, one)
+    assert within_an_ulp(one, near)
+    assert not within_an_ulp(one, torch.nextafter(near, torch.tensor(2.0)))
+    assert not within_an_ulp(one, one.nan_to_num())
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+
+@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="no Triton, or it interprets already")
+def test_the_kernel_in_tritons_interpreter() -> None:
+    """In a process of its own: the switch is read when Triton is imported."""
+    if torch.cuda.is_available():
+        pytest.skip("the tests on the GPU say more")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__, "-k", "interpreted"],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="Triton does not interpret here")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_interpreted_it_does_what_torch_does(optimizer: Optimizer) -> None:
+    """Nearly: torch takes bias corrections in fp64 on the host and in fp32 on CUDA, where 1 - 0.999 is off by 1e-5; the
+    interpreter has no fused multiply-add, and cuts bf16 off instead of rounding it."""
+    kernel = Fused(_fused._kernels())
+    for turn, numel in enumerate((7, BLOCK, BLOCK + 1)):
+        for dtype in DTYPES:
+            scale = None if turn % 2 else torch.tensor(0.37)
+            mine = piece_of(numel, optimizer, dtype, CPU, aliased=turn % 3 > 0)
+            other = copy.deepcopy(mine)
+            for count in (1, 2, 50):
+                fresh = piece_of(numel, optimizer, dtype, CPU, aliased=False, seed=count).gradient
+                mine.gradient.copy_(fresh)
+                other.gradient.copy_(fresh)
+                by_kernel(kernel, optimizer, count, mine, scale)
+                by_torch(optimizer, count, other, scale)
+            for got, want in zip([mine.master, *mine.states], [other.master, *other.states], strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+            if dtype != torch.float32:
+                torch.testing.assert_close(mine.weight.float(), mine.master, rtol=2**-7, atol=1e-6)
+
+
+# On a GPU.
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(name="kernel")
+def _kernel() -> Fused:
+    device = torch.device("cuda", torch.cuda.current_device())
+    wanted = kinds(OPTIMIZERS, DTYPES)
+    found = fused(device, wanted)
+    if found is None and importlib.util.find_spec("triton") is None:
+        pytest.skip("no Triton")
+    assert found is not None, why_not(device, wanted)
+    return found
+
+
+class TestOnAGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    def test_every_update_is_within_an_ulp_of_torchs(self, kernel: Fused, optimizer: Optimizer, dtype: torch.dtype) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        for turn, numel in enumerate((*SIZES, 1_000_003)):
+            for count in (1, 2, 3, 77, 100_001):
+                scale = None if (turn + count) % 2 else torch.tensor(0.37, device=device)
+                mine = piece_of(numel, optimizer, dtype, device, aliased=turn % 3 > 0, seed=count)
+                other = copy.deepcopy(mine)
+                by_kernel(kernel, optimizer, count, mine, scale)
+                by_torch(optimizer, count, other, scale)
+                names = ("master", "first state", "second state")
+                for name, got, want in zip(names, [mine.master, *mine.states], [other.master, *other.states], strict=False):
+                    wrong = (got != torch.nextafter(want, got)).nonzero().flatten()[:5]
+                    assert within_an_ulp(got, want), f"{name}, {numel}, {count}: {got[wrong]}, torch {want[wrong]}"
+                if dtype != torch.float32:
+                    assert torch.equal(mine.weight, mine.master.to(dtype))
+
+    def test_new_rates_and_counts_do_not_compile_anew(self, kernel: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
+        import triton
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        piece = piece_of(5000, AdamW(), torch.bfloat16, device, aliased=True)
+        by_kernel(kernel, AdamW(lr=1.0), 1, piece, None)
+
+        def compiles(*_: Any, **__: Any) -> Any:
+            raise AssertionError("compiled again")
+
+        monkeypatch.setattr(triton.compiler, "compile", compiles)
+        monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", compiles, raising=False)
+        for count, lr in enumerate((1.0, 0.0, 1e-3, 2.0), start=1):
+            for numel in (1, 16, 4096, 5000):
+                piece = piece_of(numel, AdamW(), torch.bfloat16, device, aliased=True)
+                by_kernel(kernel, AdamW(lr=lr, weight_decay=0.0), count, piece, torch.ones((), device=device))
+
+    def test_nothing_waits_for_the_device(self, kernel: Fused) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        piece = piece_of(5000, AdamW(), torch.bfloat16, device, aliased=True)
+        scale = torch.ones((), device=device)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for count in (1, 2, 3):
+                by_kernel(kernel, AdamW(), count, piece, scale)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_more_elements_than_an_int_counts(self, kernel: Fused) -> None:
+        numel, optimizer = (1 << 31) + 4097, SGD(lr=1.0)
+        free, _ = torch.cuda.mem_get_info()
+        if free < 8 * numel + (4 << 30):
+            pytest.skip("not enough memory")
+        master = torch.ones(numel, device="cuda")
+        gradient = torch.full((numel,), 0.5, dtype=torch.bfloat16, device="cuda")
+        piece = Piece(inside=slice(0, numel), weight=gradient, gradient=gradient, master=master, states=[])
+        by_kernel(kernel, optimizer, 1, piece, None)
+        assert bool((master == 0.5).all())
+        assert bool((gradient == 0.5).all())
