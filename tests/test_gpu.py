@@ -21,7 +21,7 @@ import torch
 from scrimp import chunked_cross_entropy, zoo
 from scrimp.chunks._optim import AdamW
 from scrimp.engine import Engine, Memory
-from scrimp.errors import FitError
+from scrimp.errors import FitError, RunError
 from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
 from tests import engine_jobs, jobs
 from tests.reference import train_16
@@ -243,6 +243,71 @@ def test_the_cap_holds_for_a_model_that_was_on_the_gpu_and_after_other_engines()
         finally:
             engine.close()
         torch.empty(4 << 30, dtype=torch.uint8, device="cuda")  # stays in the allocator's cache
+
+
+class Deep(torch.nn.Module):
+    """Blocks that are watched in backward: `taking` is called when the first block's gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(2048, 2048) for _ in range(16))
+        self.taking: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, block in enumerate(self.blocks):
+            x = x + block(x)
+            if k == 1 and self.taking is not None and x.requires_grad:
+                x.register_hook(lambda _: self.taking())
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_memory_that_the_user_takes_between_steps(clip: float | None) -> None:
+    """The step is tried again with what is left, as long as nothing was updated; with less than that it says so."""
+    torch.manual_seed(0)
+    model = Deep()
+    batches = [(torch.randn(256, 2048),) for _ in range(9)]
+    settings: dict[str, Any] = {"optimizer": AdamW(lr=1e-4), "clip_norm": clip, "skip_nonfinite": False, "recompute": "all"}
+    engine = Engine(copy.deepcopy(model), memory=Memory(device="8GiB"), **settings)
+    want = [float(engine.step(*batch)) for batch in batches]
+    engine.close()
+    del engine
+    cap = 640 << 20  # 14 bytes for each of 67M parameters are 897 MiB
+    engine = Engine(copy.deepcopy(model), memory=Memory(device=cap), **settings)
+    try:
+        got = [float(engine.step(*batch)) for batch in batches[:4]]
+        homes = sum(home.place == "device" for home in engine.store.homes)
+        assert homes
+        hog = torch.empty(500 << 20, dtype=torch.uint8, device="cuda")
+        got += [float(engine.step(*batch)) for batch in batches[4:7]]
+        assert sum(home.place == "device" for home in engine.store.homes) < homes
+        assert torch.cuda.max_memory_reserved() <= cap + (4 << 20)
+        more = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+        with pytest.raises(FitError, match="the ledger has"):
+            engine.step(*batches[7])
+        del hog, more
+        got += [float(engine.step(*batch)) for batch in batches[7:]]
+        assert got == pytest.approx(want, rel=1e-3)
+    finally:
+        engine.close()
+
+
+def test_memory_that_is_gone_when_some_layers_were_updated() -> None:
+    """Then there is no way back: the step ends with the ledger, and the engine asks for a checkpoint."""
+    torch.manual_seed(0)
+    cap = 640 << 20
+    engine = Engine(Deep(), optimizer=AdamW(lr=1e-4), memory=Memory(device=cap), skip_nonfinite=False, recompute="none")
+    try:
+        batch = (torch.randn(256, 2048),)
+        for _ in range(4):
+            engine.step(*batch)
+        engine.model.taking = lambda: torch.empty(cap, dtype=torch.uint8, device="cuda")
+        with pytest.raises(FitError, match="the ledger has"):
+            engine.step(*batch)
+        with pytest.raises(RunError, match="load the last checkpoint"):
+            engine.step(*batch)
+    finally:
+        engine.close()
 
 
 def test_two_ranks_over_nccl() -> None:
