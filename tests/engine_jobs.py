@@ -97,28 +97,30 @@ def distributed(name: str, steps: int, clip: float | None) -> dict:
     return {key: value.clone() for key, value in model.module.state_dict().items()}
 
 
-def save_after(name: str, steps: int, settings: dict, folder: str) -> None:
+def save_after(name: str, steps: int, settings: dict, folder: str, state: str = "fp32") -> None:
     torch.manual_seed(0)
-    engine = Engine(zoo.build(name), optimizer=AdamW(lr=1e-2), memory=Memory(device="1GiB"), device="cpu", **settings)
+    optimizer = AdamW(lr=1e-2, state=state)
+    engine = Engine(zoo.build(name), optimizer=optimizer, memory=Memory(device="1GiB"), device="cpu", **settings)
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(steps):
         engine.step(*(tensor.chunk(world)[rank] for tensor in zoo.example_batch(name, batch=8, step=step)))
     engine.save(folder)
 
 
-def load_state(name: str, settings: dict, folder: str) -> dict:
+def load_state(name: str, settings: dict, folder: str, state: str = "fp32") -> dict:
     """Load, and everything that a next step depends on: masters and states."""
     torch.manual_seed(1)
-    engine = Engine(zoo.build(name), optimizer=AdamW(lr=1e-2), memory=Memory(device="1GiB"), device="cpu", **settings)
+    optimizer = AdamW(lr=1e-2, state=state)
+    engine = Engine(zoo.build(name), optimizer=optimizer, memory=Memory(device="1GiB"), device="cpu", **settings)
     engine.load(folder)
     state = {f"{key}.master": value for key, value in engine.iter_state()}
     for index, layer in enumerate(engine.store.table.layers):
         for slot in layer.slots:
-            for k in range(engine.store.states):
-                full = torch.zeros(slot.numel)
+            for k, field in enumerate(engine.store.optimizer.fields):
+                full = torch.zeros(field.numel(slot.numel))
                 with engine.store.opened(index) as data:
                     for piece in data.pieces(slot):
-                        full[piece.inside] = piece.states[k]
+                        full[field.span(piece.inside)] = piece.states[k].float()
                 state[f"{slot.name}.{k}"] = engine.wire.sum(full)
     state["steps"] = torch.tensor(engine.steps)
     return state

@@ -45,18 +45,19 @@ def batch(step: int) -> Any:
     return zoo.example_batch("gpt-tiny", batch=2, step=step, **SHAPE)
 
 
-def engine_for(folder: Path | None, host: int | str = "auto", **settings: Any) -> Engine:
+def engine_for(folder: Path | None, host: int | str = "auto", state: str = "fp32", **settings: Any) -> Engine:
     torch.manual_seed(0)
     memory = Memory(device="1GiB", host=host, disk=folder)
-    engine = Engine(zoo.build("gpt-tiny", **SHAPE), optimizer=AdamW(lr=LR), memory=memory, device="cpu", **settings)
+    optimizer = AdamW(lr=LR, state=state)
+    engine = Engine(zoo.build("gpt-tiny", **SHAPE), optimizer=optimizer, memory=memory, device="cpu", **settings)
     engine.planning._homes = frozenset()  # homes stay where they are
     return engine
 
 
 @cache
-def host_for(share: float, precision: str = "bf16") -> int:
+def host_for(share: float, precision: str = "bf16", state: str = "fp32") -> int:
     """Between all masters and states on disk and all on the host."""
-    engine = engine_for(None, precision=precision)
+    engine = engine_for(None, precision=precision, state=state)
     rows = [engine.store.home_nbytes(k) for k in range(len(engine.store.homes))]
     least = sum(row[0] + row[1] for row in rows) + max(row[2] for row in rows)
     return int(least + share * (sum(map(sum, rows)) - least))
@@ -75,16 +76,23 @@ def on_disk(engine: Engine) -> int:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("precision", "tile", "share", "kernel"),
-    [("bf16", 1024, 0.0, True), ("bf16", 4096, 0.6, False), ("fp32", 2048, 0.0, False), ("fp32", 1 << 22, 0.6, True)],
+    ("precision", "state", "tile", "share", "kernel"),
+    [
+        ("bf16", "fp32", 1024, 0.0, True),
+        ("bf16", "fp32", 4096, 0.6, False),
+        ("fp32", "fp32", 2048, 0.0, False),
+        ("fp32", "fp32", 1 << 22, 0.6, True),
+        ("bf16", "int8", 1024, 0.0, True),
+        ("fp32", "int8", 2048, 0.6, False),
+    ],
 )
 def test_the_bits_of_the_host(
-    mode: str, precision: str, tile: int, share: float, kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, precision: str, state: str, tile: int, share: float, kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scrimp.chunks._spilling.TILE", tile)
-    want = engine_for(None, precision=precision, **MODES[mode])
-    host = host_for(share, precision)
-    engine = engine_for(tmp_path, host, precision=precision, **MODES[mode])
+    want = engine_for(None, precision=precision, state=state, **MODES[mode])
+    host = host_for(share, precision, state)
+    engine = engine_for(tmp_path, host, precision=precision, state=state, **MODES[mode])
     if not kernel:
         engine.updating._host.native = None
     largest = max(engine.store.shards.trained_numel(k) for k, home in enumerate(engine.store.homes) if home.place == DISK)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from scrimp import zoo
+from scrimp.chunks import _update
 from scrimp.chunks._home import DISK, HOST
 from scrimp.chunks._optim import SGD, AdamW, Optimizer
 from scrimp.engine import Engine, Memory
@@ -94,6 +95,28 @@ def test_bit_equal_with_some_layers_on_disk(
         assert engine.ledger.host.now["temporaries"] == 0
     assert found[0] == len(engine.store.homes)
     assert found[0] > found[1] > found[2] > 0
+
+
+@pytest.mark.parametrize("state", ["fp32", "int8"])
+def test_the_worker_beside_homes_on_disk(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernel both go through stages, and each needs its own."""
+    monkeypatch.setattr(_update, "native", lambda: None)
+    shape = {"layers": 4, "dim": 128, "seq": 8}
+    states = []
+    for share in (1.0, 0.5):
+        torch.manual_seed(0)
+        model = zoo.build("gpt-tiny", **shape)
+        probe = Engine(copy.deepcopy(model), optimizer=AdamW(state=state), memory=Memory(device="1GiB"), device="cpu")
+        rows = [probe.store.home_nbytes(k) for k in range(len(probe.store.homes))]
+        least = sum(row[0] + row[1] for row in rows) + max(row[2] for row in rows)
+        memory = Memory(device="1GiB", host=int(least + share * (sum(map(sum, rows)) - least)), disk=tmp_path)
+        engine = Engine(model, optimizer=AdamW(state=state), memory=memory, device="cpu", clip_norm=0.5)
+        engine.planning._homes = frozenset()  # none on the device
+        for step in range(4):
+            engine.step(*zoo.example_batch("gpt-tiny", batch=2, step=step, **shape))
+        assert {*places(engine)} == ({HOST} if share == 1 else {HOST, DISK})
+        states.append(engine.state_dict())
+    assert_same(*states)
 
 
 def test_the_last_layer_that_fits_stays_on_the_host(tmp_path: Path) -> None:

@@ -401,3 +401,23 @@ def test_a_queue_that_is_closed_ends_what_it_is_doing_and_no_more(tmp_path: Path
     assert began.wait(5)
     queue.close()
     assert done == [(0, None)]
+
+
+def test_regions_with_blocks_of_their_own(tmp_path: Path) -> None:
+    """Tiles of equal elements begin and end at blocks in both, whatever an element takes."""
+    file = SpillFile(tmp_path, {"codes": 2500, "scales": 160}, "rank 0", {"codes": 1024, "scales": 64})
+    codes, scales = torch.arange(2500).to(torch.uint8), torch.arange(40).float()
+    for start in (2048, 0, 1024):
+        parts = [codes[start : start + 1024], scales[start // 64 : start // 64 + 16]]
+        for request in requests(file, parts, at=[start, start // 16], write=True):
+            request.run()
+    got = [torch.zeros_like(codes), torch.zeros_like(scales)]
+    for request in requests(file, got, write=False):
+        request.run()
+    assert torch.equal(got[0], codes)
+    assert torch.equal(got[1], scales)
+    with pytest.raises(RunError, match="in blocks of 64"):
+        file.write("scales", scales[:8], 0)
+    os.pwrite(file._fd, b"?", PAGE + 70)
+    with pytest.raises(RunError, match=rf"region 'scales', block 1 of 3, at byte {PAGE + 64} "):
+        file.read("scales", got[1])

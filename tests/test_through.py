@@ -141,7 +141,7 @@ def test_the_share_that_passes_is_the_best_of_all_shares(host: float, judged: bo
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_on_a_gpu(clip: float | None) -> None:
     """Copies, updates and the step on streams of their own: as with homes on the host, but for the device's rounding."""

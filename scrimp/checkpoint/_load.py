@@ -1,7 +1,9 @@
-"""Loading: every rank takes from every file the parts that lie in its own shards, and nothing else."""
+"""Loading: every rank takes from every file the parts that lie in its own shards, and nothing else. States that were saved
+with another codec than the engine's are decoded or encoded on the way, a tile at a time."""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,13 @@ from safetensors import safe_open
 
 from scrimp.checkpoint._manifest import Entry, Manifest, checksum
 from scrimp.checkpoint._save import ASIDE
+from scrimp.chunks._codec import CODECS, Coder, coder_numel, fields
 from scrimp.chunks._home import Piece
+from scrimp.chunks._optim import Optimizer
 from scrimp.chunks._store import Store
 from scrimp.errors import CheckpointError
 
+TILE = 1 << 18
 Loaded = tuple[Manifest, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
@@ -40,7 +45,7 @@ def load(folder: str | Path, store: Store, *, optimizer: str) -> Loaded:
             with store.opened(index, write=True, read=False) as data:
                 for slot in layer.slots:
                     for piece in data.pieces(slot):
-                        _fill(files, manifest.entries[slot.name], piece)
+                        _fill(files, manifest.entries[slot.name], piece, manifest.state, store.optimizer)
         same = len(manifest.files) == store.wire.world
         rng = _named(files[store.wire.rank], "rng.") if same else {}
         buffers = _named(files[0], "buffer.")
@@ -52,8 +57,8 @@ def _named(file: Any, prefix: str) -> dict[str, torch.Tensor]:
     return {key.removeprefix(prefix): file.get_tensor(key) for key in names}
 
 
-def _fill(files: list[Any], entry: Entry, piece: Piece) -> None:
-    """A piece from all extents that it shares elements with."""
+def _fill(files: list[Any], entry: Entry, piece: Piece, saved: str, optimizer: Optimizer) -> None:
+    """A piece from all extents that it shares elements with; `saved` says how the states were."""
     for extent in entry.extents:
         begin = max(extent.start, piece.inside.start)
         end = min(extent.start + extent.length, piece.inside.stop)
@@ -66,8 +71,32 @@ def _fill(files: list[Any], entry: Entry, piece: Piece) -> None:
         if entry.trainable:
             if not entry.own_master:
                 piece.master[into].copy_(file.get_slice(f"master.{entry.layer}")[out])
-            for k, state in enumerate(piece.states):
-                state[into].copy_(file.get_slice(f"state-{k}.{entry.layer}")[out])
+            states = [file.get_slice(f"state-{k}.{entry.layer}") for k in range(len(fields(optimizer.states, saved)))]
+            if saved != optimizer.state:
+                _recode(states, out, piece, into, entry.count, encode=saved == "fp32")
+                continue
+            for state, source, field in zip(piece.states, states, optimizer.fields, strict=True):
+                state[field.span(into)].copy_(source[field.span(out)])
+
+
+def _recode(sources: list[Any], out: slice, piece: Piece, into: slice, count: int, *, encode: bool) -> None:
+    coded = fields(2, "int8")
+    coder = Coder(torch.empty(coder_numel(min(TILE, out.stop - out.start)), device="cpu"))
+    for start in range(0, out.stop - out.start, TILE):
+        numel = min(TILE, out.stop - out.start - start)
+        source, target = (slice(whole.start + start, whole.start + start + numel) for whole in (out, into))
+        tile = slice(0, numel)
+        if encode:
+            states = [torch.empty(field.numel(numel), dtype=field.dtype, device="cpu") for field in coded]
+            for moment, saved in zip(coder.moments(tile), sources, strict=True):
+                moment.copy_(saved[source])
+            coder.encode(states, tile, place=piece.inside.start + target.start, count=count)
+            for state, field, made in zip(piece.states, coded, states, strict=True):
+                state[field.span(target)].copy_(made)
+        else:
+            found = [saved[field.span(source)] for saved, field in zip(sources, coded, strict=True)]
+            for state, moment in zip(piece.states, coder.decode(found, tile), strict=True):
+                state[target].copy_(moment)
 
 
 def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> None:
@@ -81,8 +110,16 @@ def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> N
         raise CheckpointError(f"{where} holds another model: missing {missing[:3]}, not known {extra[:3]}, different {other[:3]}")
     if manifest.precision != store.precision:
         raise CheckpointError(f"{where} was saved in {manifest.precision}, the engine runs in {store.precision}")
-    if (manifest.optimizer, manifest.states) != (optimizer, store.states):
+    if (manifest.optimizer, manifest.states) != (optimizer, store.optimizer.states):
         raise CheckpointError(
             f"{where} was saved with {manifest.optimizer} of {manifest.states} states, "
-            f"the engine has {optimizer} of {store.states}"
+            f"the engine has {optimizer} of {store.optimizer.states}"
+        )
+    if manifest.state not in CODECS:
+        raise CheckpointError(f"{where} was saved with {manifest.state!r} states; this scrimp knows {CODECS}")
+    if manifest.state != store.optimizer.state:
+        warnings.warn(
+            f"{where} was saved with {manifest.state} states, the engine keeps them in {store.optimizer.state}: they are "
+            "converted, and the run does not go on as it would have",
+            stacklevel=5,
         )

@@ -50,6 +50,7 @@ class Manifest:
     loss_scale: tuple[float, int]
     files: tuple[tuple[str, str], ...]  # name, checksum
     entries: dict[str, Entry]
+    state: str = "fp32"  # how the optimizer's states are kept: "int8" means codes and scales
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})

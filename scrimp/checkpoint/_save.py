@@ -71,12 +71,13 @@ def _finish(
     manifest = Manifest(
         precision=store.precision,
         optimizer=optimizer,
-        states=store.states,
+        states=store.optimizer.states,
         steps=steps,
         skipped=skipped,
         loss_scale=loss_scale,
         files=tuple((f"rank-{rank}.safetensors", bytes(row.tolist()).hex()) for rank, row in enumerate(checksums)),
         entries=_entries(store, counts),
+        state=store.optimizer.state,
     )
     (work / NAME).write_text(manifest.to_json())
     _flush(work / NAME)
@@ -138,13 +139,13 @@ def _tensors(
         for key, buffer in buffers.items():
             yield f"buffer.{key}", buffer.dtype, tuple(buffer.shape), partial(_on_host, buffer)
     for layer in range(len(store.table.layers)):
-        trained = (store.shards.trained_numel(layer),)
+        trained = store.shards.trained_numel(layer)
         wide = store.dtype_of(layer) == torch.float32
         yield f"weights.{layer}", store.dtype_of(layer), (store.shards.numel(layer),), layers.part(layer, "weights")
         if not wide:
-            yield f"master.{layer}", torch.float32, trained, layers.part(layer, "master")
-        for k in range(store.states):
-            yield f"state-{k}.{layer}", torch.float32, trained, layers.part(layer, k)
+            yield f"master.{layer}", torch.float32, (trained,), layers.part(layer, "master")
+        for k, field in enumerate(store.optimizer.fields):
+            yield f"state-{k}.{layer}", field.dtype, (field.numel(trained),), layers.part(layer, k)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

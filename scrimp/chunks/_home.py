@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from scrimp.chunks._codec import Field
 from scrimp.chunks._shards import Shards
 from scrimp.chunks._spill import SpillFile
 from scrimp.chunks._table import Slot
@@ -40,11 +41,22 @@ class Home:
         """Every storage of it, once."""
         return [t for t in (self.weights, self.gradients, self.master, *self.states) if t is not None]
 
+    def opened(self, layer: int, shards: Shards, fields: tuple[Field, ...]) -> Opened:
+        return Opened(
+            layer=layer,
+            shards=shards,
+            weights=self.weights,
+            gradients=self.gradients,
+            master=self.weights if self.master is None else self.master,
+            states=self.states,
+            fields=fields,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A contiguous part of a parameter on this rank: `inside` says where in the parameter. Gradient and weight may be
-    the same memory, weight and master too."""
+    the same memory, weight and master too; states are as the optimizer's fields have them."""
 
     inside: slice
     weight: torch.Tensor
@@ -63,6 +75,7 @@ class Opened:
     gradients: torch.Tensor | None
     master: torch.Tensor
     states: list[torch.Tensor]
+    fields: tuple[Field, ...]
 
     @property
     def own_master(self) -> bool:
@@ -76,13 +89,21 @@ class Opened:
                 weight=weight,
                 gradient=weight if self.gradients is None else self.gradients[span],
                 master=weight if self.own_master else self.master[span],
-                states=[state[span] for state in self.states],
+                states=[state[field.span(span)] for state, field in zip(self.states, self.fields, strict=True)],
             )
 
 
-def sizes(shards: Shards, layer: int, dtype: torch.dtype, states: int, accumulate: int) -> tuple[int, int, int]:
+MASTER = Field(dtype=torch.float32)
+
+
+def optimized(dtype: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
+    """The masters, where weights are not their own, and the states."""
+    return fields if dtype == torch.float32 else (MASTER, *fields)
+
+
+def sizes(shards: Shards, layer: int, dtype: torch.dtype, fields: tuple[Field, ...], accumulate: int) -> tuple[int, int, int]:
     """Bytes of a layer's home on one rank: (weights, gradients of their own, masters and states)."""
-    own_master = dtype == torch.float32
     trained = shards.trained_numel(layer)
-    gradients = trained * dtype.itemsize if own_master or accumulate > 1 else 0
-    return shards.numel(layer) * dtype.itemsize, gradients, 4 * trained * (states + (not own_master))
+    gradients = trained * dtype.itemsize if dtype == torch.float32 or accumulate > 1 else 0
+    rest = sum(field.nbytes(trained) for field in optimized(dtype, fields))
+    return shards.numel(layer) * dtype.itemsize, gradients, rest

@@ -30,6 +30,10 @@ struct update {
     int gradient_kind, weight_kind;
     float scale;
     float decay, lerp, beta2, square, root, eps, step; /* AdamW */
+    int8_t *first_codes; /* AdamW with states of 8 bits */
+    uint8_t *second_codes;
+    float *first_scales, *second_scales;
+    uint32_t seed;
     float weight_decay, momentum, undamped, lr; /* SGD */
     int decayed, momentous, starts, nesterov;
 };
@@ -183,6 +187,7 @@ TARGET INLINE void store_bf16_avx512(uint16_t *to, F x) {
 TARGET INLINE void store_fp16_avx512(uint16_t *to, F x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(x, ROUND)); }
 
 #include "_native.c"
+#include "_native_codec.c"
 
 /* Threads: workers that sleep until there is something to do, and take blocks of it until none is left. */
 
@@ -273,24 +278,45 @@ __attribute__((constructor)) static void loaded(void) { pthread_atfork(0, 0, for
 int scrimp_level(void) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PLAIN;
-    return __builtin_cpu_supports("avx512f") ? AVX512 : AVX2;
+    int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vl");
+    return wide ? AVX512 : AVX2;
 }
 
 FMA_TARGET static double decay_fused(double lr, double weight_decay) { return __builtin_fma(-lr, weight_decay, 1.0); }
 
-void scrimp_adamw(float *master, float *first, float *second, const void *gradient, int gradient_kind, void *weight,
-                  int weight_kind, int64_t numel, double scale, double lr, double beta1, double beta2, double eps,
-                  double weight_decay, double count, int level, int threads) {
+static struct update adamw_of(const void *gradient, int gradient_kind, void *weight, int weight_kind, int64_t numel, double scale,
+                              double lr, double beta1, double beta2, double eps, double weight_decay, double count, int level) {
     double times = (float)count; /* torch keeps it in fp32 */
     double decay = level == PLAIN ? 1.0 - lr * weight_decay : decay_fused(lr, weight_decay);
-    struct update u = {
-        .span = level == AVX512 ? adamw_avx512 : level == AVX2 ? adamw_avx2 : adamw_plain,
-        .numel = numel, .master = master, .first = first, .second = second, .gradient = gradient, .weight = weight,
+    return (struct update){
+        .numel = numel, .gradient = gradient, .weight = weight,
         .gradient_kind = gradient_kind, .weight_kind = weight_kind, .scale = (float)scale,
         .decay = weight_decay != 0.0 ? (float)decay : 1.0f, .lerp = (float)(1.0 - beta1), .beta2 = (float)beta2,
         .square = (float)(1.0 - beta2), .root = (float)sqrt(1.0 - pow(beta2, times)), .eps = (float)eps,
         .step = (float)(lr / (1.0 - pow(beta1, times))),
     };
+}
+
+void scrimp_adamw(float *master, float *first, float *second, const void *gradient, int gradient_kind, void *weight,
+                  int weight_kind, int64_t numel, double scale, double lr, double beta1, double beta2, double eps,
+                  double weight_decay, double count, int level, int threads) {
+    struct update u = adamw_of(gradient, gradient_kind, weight, weight_kind, numel, scale, lr, beta1, beta2, eps, weight_decay,
+                               count, level);
+    u.span = level == AVX512 ? adamw_avx512 : level == AVX2 ? adamw_avx2 : adamw_plain;
+    u.master = master, u.first = first, u.second = second;
+    run(&u, threads);
+}
+
+void scrimp_adamw_coded(float *master, int8_t *first_codes, float *first_scales, uint8_t *second_codes, float *second_scales,
+                        const void *gradient, int gradient_kind, void *weight, int weight_kind, int64_t numel, double scale,
+                        double lr, double beta1, double beta2, double eps, double weight_decay, double count, uint32_t seed,
+                        int level, int threads) {
+    struct update u = adamw_of(gradient, gradient_kind, weight, weight_kind, numel, scale, lr, beta1, beta2, eps, weight_decay,
+                               count, level);
+    u.span = level == AVX512 ? coded_avx512 : level == AVX2 ? coded_avx2 : coded_plain;
+    u.master = master, u.seed = seed;
+    u.first_codes = first_codes, u.first_scales = first_scales, u.second_codes = second_codes, u.second_scales = second_scales;
     run(&u, threads);
 }
 

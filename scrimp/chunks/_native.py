@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from scrimp.chunks._codec import fields, seed
 from scrimp.chunks._native_build import NoKernelError, load
 
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -23,6 +24,7 @@ _CAPABILITIES = {"DEFAULT": 0, "AVX2": 1}  # of torch, whose bits are wanted; al
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
 _ENDS: tuple[Any, ...] = (_POINTER, _INT, _POINTER, _INT, ctypes.c_int64)
 _ADAMW = (*[_POINTER] * 3, *_ENDS, *[_DOUBLE] * 7, *[_INT] * 2)
+_CODED = (*[_POINTER] * 5, *_ENDS, *[_DOUBLE] * 7, ctypes.c_uint32, *[_INT] * 2)
 _SGD = (*[_POINTER] * 2, *_ENDS, *[_DOUBLE] * 5, *[_INT] * 4)
 
 
@@ -67,6 +69,31 @@ class Native:
             1.0 if scale is None else scale, lr, beta1, beta2, eps, weight_decay, count, self.level, threads,
         )  # fmt: skip
 
+    def adamw_coded(
+        self,
+        master: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        weight: torch.Tensor | None,
+        scale: float | None,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        count: int,
+        place: int,
+        threads: int,
+    ) -> None:
+        """The same with moments of 8 bits, as `_codec` has them; `place`: of the first element in its parameter."""
+        if not takes_coded(master, states, gradient, weight):
+            raise ValueError("the native kernel is for contiguous CPU tensors of one size, with codes and scales as states")
+        self.library.scrimp_adamw_coded(
+            master.data_ptr(), *(state.data_ptr() for state in states), *_ends(gradient, weight),
+            1.0 if scale is None else scale, lr, beta1, beta2, eps, weight_decay, count, seed(place, count), self.level, threads,
+        )  # fmt: skip
+
     def sgd(
         self,
         master: torch.Tensor,
@@ -105,6 +132,20 @@ def takes(master: torch.Tensor, states: Sequence[torch.Tensor], gradient: torch.
     )
 
 
+def takes_coded(
+    master: torch.Tensor, states: Sequence[torch.Tensor], gradient: torch.Tensor, weight: torch.Tensor | None
+) -> bool:
+    kept = fields(2, "int8")
+    return (
+        takes(master, (), gradient, weight)
+        and len(states) == len(kept)
+        and all(
+            state.is_cpu and state.is_contiguous() and (state.dtype, state.numel()) == (field.dtype, field.numel(master.numel()))
+            for state, field in zip(states, kept, strict=True)
+        )
+    )
+
+
 def _check(
     master: torch.Tensor, states: Sequence[torch.Tensor], gradient: torch.Tensor, weight: torch.Tensor | None
 ) -> None:  # what is not so would write where it must not
@@ -135,6 +176,7 @@ def _settled() -> Native | str:
     try:
         library, compiler = load()
         library.scrimp_adamw.argtypes, library.scrimp_adamw.restype = _ADAMW, None
+        library.scrimp_adamw_coded.argtypes, library.scrimp_adamw_coded.restype = _CODED, None
         library.scrimp_sgd.argtypes, library.scrimp_sgd.restype = _SGD, None
         level = min(library.scrimp_level(), _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), 2))
         kernel = Native(library, compiler, level)

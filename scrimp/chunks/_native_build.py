@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("_native.c")
+INCLUDED = SOURCE.with_name("_native_codec.c")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 SECONDS = 120
 
@@ -39,7 +40,7 @@ def load() -> tuple[ctypes.CDLL, str]:
         raise NoKernelError(f"it is for x86-64, this is {platform.machine()}")
     command = compiler()
     version = _run([*command, "--version"])
-    parts = (SOURCE.read_text(), version, " ".join((*command, *FLAGS)), platform.machine())
+    parts = (SOURCE.read_text(), INCLUDED.read_text(), version, " ".join((*command, *FLAGS)), platform.machine())
     name = f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     in_words = (version.strip().splitlines() or [shlex.join(command)])[0]
     try:

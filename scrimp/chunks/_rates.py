@@ -18,7 +18,7 @@ from scrimp.chunks._costs import Rates
 from scrimp.chunks._home import Piece
 from scrimp.chunks._lanes import Lanes
 from scrimp.chunks._optim import AdamW
-from scrimp.chunks._update import UPDATE_NBYTES, Updater
+from scrimp.chunks._update import Updater
 
 QUICK_NUMEL, QUICK_NUMEL_CPU = 1 << 22, 1 << 20  # parameters: 56 MiB, and 14 where only the host's rate scales them all
 QUICK_NBYTES = 64 << 20  # of a copy
@@ -58,7 +58,7 @@ class HostUpdate:
     """The update of one parameter at home on the host, in arenas as a layer has them, by the kernel that training uses."""
 
     def __init__(self, numel: int) -> None:
-        self.nbytes = UPDATE_NBYTES * numel
+        self.nbytes = int(AdamW().update_nbytes * numel)
         weight = arena(numel, torch.bfloat16).fill_(0.1)
         master, m, v = (arena(numel, torch.float32).fill_(0.1) for _ in range(3))
         self._piece = Piece(inside=slice(0, numel), weight=weight, gradient=weight, master=master, states=[m, v])

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -26,18 +27,21 @@ from scrimp.chunks._direct import PAGE, forget, open_direct
 from scrimp.errors import FitError, RunError
 from scrimp.ledger import format_nbytes
 
-BLOCK = 1 << 20  # bytes under one checksum; parts begin and end at blocks
+BLOCK = 1 << 20  # bytes under one checksum, if a region has no other size; parts begin and end at blocks
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SpillFile:
-    """`regions` are the bytes of each region by its key; `label` says in errors whose file this is. `buffered_because`
-    says why there is no direct I/O, if there is none."""
+    """`regions` are the bytes of each region by its key; `label` says in errors whose file this is. `blocks` are the bytes
+    of a region under one checksum. `buffered_because` says why there is no direct I/O, if there is none."""
 
-    def __init__(self, folder: Path, regions: Mapping[str, int], label: str) -> None:
+    def __init__(
+        self, folder: Path, regions: Mapping[str, int], label: str, blocks: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         self.folder = Path(folder)
         self.label = label
         self.regions = dict(regions)
+        self._block = {key: blocks.get(key, BLOCK) for key in regions}
         self.nbytes = 0
         self._starts: dict[str, int] = {}
         for key, nbytes in self.regions.items():  # regions start on pages, so that writing one never reads another's
@@ -73,11 +77,11 @@ class SpillFile:
 
     def write(self, key: str, tensor: torch.Tensor, at: int = 0) -> None:
         """Put a tensor's bytes in a region, from byte `at` of it on. If that fails, nothing is held there."""
-        view = self._view(key, tensor, at)
-        first, count = at // BLOCK, -(-len(view) // BLOCK)
+        view, block = self._view(key, tensor, at), self._block[key]
+        first, count = at // block, -(-len(view) // block)
         sums = self._sums.setdefault(key, [None] * self._blocks(key))
         sums[first : first + count] = [None] * count
-        found: list[int | None] = [zlib.crc32(view[start : start + BLOCK]) for start in range(0, len(view), BLOCK)]
+        found: list[int | None] = [zlib.crc32(view[start : start + block]) for start in range(0, len(view), block)]
         done, place = 0, self._starts[key] + at
         try:
             while done < len(view):
@@ -96,12 +100,12 @@ class SpillFile:
     def read(self, key: str, tensor: torch.Tensor, at: int = 0) -> None:
         """Fill a tensor with what its region holds from byte `at` on. If that is not what was written, nothing is held
         there from then on, and the tensor is all ones in its bits, which is NaN in every floating-point type."""
-        view = self._view(key, tensor, at)
-        first, count = at // BLOCK, -(-len(view) // BLOCK)
+        view, block = self._view(key, tensor, at), self._block[key]
+        first, count = at // block, -(-len(view) // block)
         sums = self._sums.get(key, [None] * self._blocks(key))[first : first + count]
         if None in sums or (not sums and key not in self._sums):
             raise RunError(f"{self.label}: region '{key}' of the spill file in {self.folder} holds nothing yet: write it first")
-        where, wrong, cause = self._fill(view, tensor.data_ptr(), self._starts[key] + at, sums)
+        where, wrong, cause = self._fill(view, tensor.data_ptr(), self._starts[key] + at, sums, block)
         if self.buffered_because and view:
             forget(self._fd, self._starts[key] + at, len(view))
         if wrong:
@@ -112,7 +116,9 @@ class SpillFile:
                 "the spill file was changed or the disk is failing; load the last checkpoint"
             ) from cause
 
-    def _fill(self, view: memoryview, address: int, place: int, sums: list[int | None]) -> tuple[int, str | None, OSError | None]:
+    def _fill(
+        self, view: memoryview, address: int, place: int, sums: list[int | None], block: int
+    ) -> tuple[int, str | None, OSError | None]:
         """Where something is wrong, what that is in words, and the error behind it."""
         done = 0
         while done < len(view):
@@ -122,12 +128,12 @@ class SpillFile:
             except OSError as error:
                 return done, f"could not be read: {error.strerror}", error
             if not got:
-                return done, f"has {done % BLOCK} of its {min(BLOCK, len(view) - done // BLOCK * BLOCK)} bytes", None
+                return done, f"has {done % block} of its {min(block, len(view) - done // block * block)} bytes", None
             done += got
         for index, expected in enumerate(sums):
-            found = zlib.crc32(view[index * BLOCK : (index + 1) * BLOCK])
+            found = zlib.crc32(view[index * block : (index + 1) * block])
             if found != expected:
-                return index * BLOCK, f"has the checksum {found:08x}, but {expected:08x} was written", None
+                return index * block, f"has the checksum {found:08x}, but {expected:08x} was written", None
         return 0, None, None
 
     def _way(self, view: memoryview, done: int, address: int, place: int) -> tuple[int, memoryview]:
@@ -138,7 +144,7 @@ class SpillFile:
         return self._direct, view[done : done + pages]
 
     def _blocks(self, key: str) -> int:
-        return -(-self.regions[key] // BLOCK)
+        return -(-self.regions[key] // self._block[key])
 
     def _view(self, key: str, tensor: torch.Tensor, at: int) -> memoryview:
         if not self.close.alive:
@@ -146,12 +152,12 @@ class SpillFile:
         if key not in self.regions:
             some = ", ".join(list(self.regions)[:5])
             raise RunError(f"{self.label}: the spill file has no region '{key}'; it has {len(self.regions)}, such as {some}")
-        end = at + tensor.nbytes
-        if at % BLOCK or end > self.regions[key] or (end % BLOCK and end != self.regions[key]):
+        end, block = at + tensor.nbytes, self._block[key]
+        if at % block or end > self.regions[key] or (end % block and end != self.regions[key]):
             raise RunError(
                 f"{self.label}: region '{key}' has {self.regions[key]} bytes, a tensor of shape {tuple(tensor.shape)} and "
                 f"{tensor.dtype} has {tensor.nbytes}, from byte {at}; regions are written and read as a whole, or in "
-                f"blocks of {BLOCK}"
+                f"blocks of {block}"
             )
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise RunError(
@@ -161,10 +167,10 @@ class SpillFile:
         return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
     def _place(self, key: str, at: int) -> str:
-        block = at // BLOCK
+        block = at // self._block[key]
         return (
             f"region '{key}', block {block} of {self._blocks(key)}, "
-            f"at byte {self._starts[key] + block * BLOCK} of the spill file in {self.folder}"
+            f"at byte {self._starts[key] + block * self._block[key]} of the spill file in {self.folder}"
         )
 
     def _free(self) -> str:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +38,14 @@ class Request:
         (self.file.write if self.write else self.file.read)(self.key, self.tensor, self.at)
 
 
-def requests(file: SpillFile, tensors: list[torch.Tensor], *, at: int = 0, write: bool) -> list[Request]:
-    """A file's regions, in order, from byte `at` of each: to or from one flat tensor for each."""
+def requests(file: SpillFile, tensors: list[torch.Tensor], *, at: Sequence[int] | None = None, write: bool) -> list[Request]:
+    """A file's regions, in order, each from a byte of its own on: to or from one flat tensor for each."""
 
     def parts() -> Iterator[Request]:
-        for key, tensor in zip(file.regions, tensors, strict=True):
+        for key, tensor, first in zip(file.regions, tensors, at or [0] * len(tensors), strict=True):
             step = REQUEST // tensor.element_size()
             for start in range(0, tensor.numel(), step):
-                place = at + start * tensor.element_size()
+                place = first + start * tensor.element_size()
                 yield Request(file=file, key=key, tensor=tensor[start : start + step], at=place, write=write)
 
     return list(parts())

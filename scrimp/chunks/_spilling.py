@@ -11,12 +11,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from scrimp.chunks._arena import arena
-from scrimp.chunks._home import Home, Opened
+from scrimp.chunks._codec import Field
+from scrimp.chunks._home import Home, Opened, optimized
 from scrimp.chunks._lanes import Traffic
+from scrimp.chunks._shards import Shards
 from scrimp.chunks._spill import BLOCK, SpillFile
 from scrimp.chunks._spill_queue import SpillQueue, requests
 from scrimp.chunks._worker import Gate
@@ -26,29 +29,45 @@ TILE = 4 << 20  # the most elements of a layer that are updated at a time; a mul
 STAGES = 3  # one is read, one updated, one written
 
 
+def block_numel() -> int:
+    """Elements under one checksum, in each of a file's regions: tiles are whole blocks in all of them."""
+    return BLOCK // 4
+
+
 def tile_numel(largest_numel: int) -> int:
     """So that all stages together take no more than the largest layer does as a whole, if it has a block for each."""
-    block = BLOCK // 4
+    block = block_numel()
     return max(block, min(TILE, largest_numel // STAGES // block * block))
 
 
-class Spilling:
-    """`homes` are those of all layers, on disk or not. `writing` has a gate for each update that is on its way to the disk.
-    All of it is used by the thread that trains; `free` by those that update, under their lock."""
+def spill_file(folder: Path, fields: tuple[Field, ...], numel: int, label: str) -> SpillFile:
+    """With a region for each field of so many elements."""
+    regions = {str(k): field.nbytes(numel) for k, field in enumerate(fields)}
+    blocks = {str(k): field.nbytes(block_numel()) for k, field in enumerate(fields)}
+    return SpillFile(folder, regions, label, blocks)
 
-    def __init__(self, homes: list[Home], host: Ledger, traffic: Traffic) -> None:
+
+class Spilling:
+    """`homes` are those of all layers, on disk or not; `fields` those of the optimizer. `writing` has a gate for each update
+    that is on its way to the disk. All of it is used by the thread that trains; `free` by those that update, under their
+    lock."""
+
+    def __init__(self, homes: list[Home], shards: Shards, fields: tuple[Field, ...], host: Ledger, traffic: Traffic) -> None:
         self.queue = SpillQueue()
         self.traffic = traffic
         self.writing: list[Gate] = []
         self.free: list[list[torch.Tensor]] = []  # stages
         self.stages = STAGES
         self._homes = homes
+        self._shards = shards
+        self._fields = fields
         self._host = host
         self._made = 0
-        regions = [[*file.regions.values()] for file in self.files]
-        self._largest = max((nbytes // 4 for row in regions for nbytes in row), default=0)
-        self._tensors = max(map(len, regions), default=0)
-        self._whole_nbytes = max(map(sum, regions), default=0)
+        on_disk = [k for k, home in enumerate(homes) if home.file is not None]
+        self._largest = max((shards.trained_numel(k) for k in on_disk), default=0)
+        # Of a stage: where a layer has no masters on disk, it uses the other tensors.
+        self._staged = max((self._kept(homes[k]) for k in on_disk), key=len, default=())
+        self._whole_nbytes = max((sum(file.regions.values()) for file in self.files), default=0)
         self.tile = tile_numel(self._largest)
         weakref.finalize(self, self.queue.close)
 
@@ -58,7 +77,7 @@ class Spilling:
 
     @property
     def stage_nbytes(self) -> int:
-        return 4 * min(self.tile, self._largest) * self._tensors
+        return sum(field.nbytes(min(self.tile, self._largest)) for field in self._staged)
 
     @property
     def need_nbytes(self) -> int:
@@ -85,8 +104,20 @@ class Spilling:
         self._made = self.stage_nbytes * self.stages
         self._host.charge("temporaries", self._made)
         numel = min(self.tile, self._largest)
-        self.free = [[arena(numel, torch.float32) for _ in range(self._tensors)] for _ in range(self.stages)]
+        self.free = [[arena(field.numel(numel), field.dtype) for field in self._staged] for _ in range(self.stages)]
         return [tensor for stage in self.free for tensor in stage]
+
+    def part(self, home: Home, stage: list[torch.Tensor], elements: slice) -> list[torch.Tensor]:
+        """What a stage has of some elements of a tile: masters, if they are on disk, and states."""
+        kept = self._kept(home)
+        return [tensor[field.span(elements)] for tensor, field in zip(stage[len(stage) - len(kept) :], kept, strict=True)]
+
+    def at(self, home: Home, element: int) -> list[int]:
+        """Where an element, the first of a block, is in each region."""
+        return [field.nbytes(element) for field in self._kept(home)]
+
+    def _kept(self, home: Home) -> tuple[Field, ...]:
+        return optimized(home.weights.dtype, self._fields)
 
     def let_go(self) -> None:
         """Of the stages, which nobody uses."""
@@ -108,11 +139,10 @@ class Spilling:
             return
         self.wait()
         self.let_go()
-        sizes = [nbytes // 4 for nbytes in home.file.regions.values()]
-        nbytes = 4 * sum(sizes)
+        nbytes, numel = sum(home.file.regions.values()), self._shards.trained_numel(data.layer)
         self._host.charge("temporaries", nbytes)
         try:
-            tensors = [arena(numel, torch.float32) for numel in sizes]
+            tensors = [arena(field.numel(numel), field.dtype) for field in self._kept(home)]
             if read and not home.fresh:
                 self.queue.run(requests(home.file, tensors, write=False))
                 self.traffic.read_nbytes += nbytes

@@ -21,11 +21,11 @@ import torch
 
 from scrimp.chunks._arena import arena
 from scrimp.chunks._carry import carry
-from scrimp.chunks._home import DEVICE, DISK, HOST, THROUGH, Home, Opened, sizes
+from scrimp.chunks._home import DEVICE, DISK, HOST, THROUGH, Home, Opened, optimized, sizes
 from scrimp.chunks._lanes import Event, Lanes, Traffic
+from scrimp.chunks._optim import Optimizer
 from scrimp.chunks._shards import Shards
-from scrimp.chunks._spill import SpillFile
-from scrimp.chunks._spilling import Spilling
+from scrimp.chunks._spilling import Spilling, spill_file
 from scrimp.chunks._table import ChunkTable, Slot, runs_of, strides
 from scrimp.chunks._through import pin
 from scrimp.chunks._wire import Wire
@@ -42,7 +42,7 @@ class Store:
         *,
         precision: str,
         device: torch.device,
-        states: int,
+        optimizer: Optimizer,
         accumulate: int,
         books: Books,
         wire: Wire,
@@ -53,7 +53,7 @@ class Store:
         self.precision = precision
         self.dtype = DTYPES[precision]
         self.device = device
-        self.states = states
+        self.optimizer = optimizer
         self.books = books
         self.ledger = books.device
         self.wire = wire
@@ -77,7 +77,7 @@ class Store:
             flat.untyped_storage().resize_(0)
         self.resident = [False] * len(table.layers)
         self.homes = [self._make_home(k, place) for k, place in enumerate(places or [HOST] * len(table.layers))]
-        self.spill = Spilling(self.homes, books.host, self.traffic)
+        self.spill = Spilling(self.homes, self.shards, optimizer.fields, books.host, self.traffic)
 
     # Sizes.
 
@@ -90,7 +90,7 @@ class Store:
 
     def home_nbytes(self, layer: int) -> tuple[int, int, int]:
         """What a layer's home takes: (weights, gradients of their own, masters and states)."""
-        return sizes(self.shards, layer, self.dtype_of(layer), self.states, self.accumulate)
+        return sizes(self.shards, layer, self.dtype_of(layer), self.optimizer.fields, self.accumulate)
 
     def device_home_nbytes(self, layer: int) -> int:
         """What it costs on the device, beside the layer itself, to have its home there."""
@@ -111,7 +111,7 @@ class Store:
         dtype, numel, trained = self.dtype_of(layer), self.shards.numel(layer), self.shards.trained_numel(layer)
         own_master = dtype == torch.float32
         own_gradients = own_master or self.accumulate > 1
-        fp32 = self.states + (not own_master)
+        kept = optimized(dtype, self.optimizer.fields)
         if place == DEVICE:
             self._charge_device(layer, 1)
             home = Home(
@@ -120,7 +120,7 @@ class Store:
                 gradients=self._zeros(trained, dtype) if own_gradients else None,
                 master=None,
             )
-            tensors = [self._zeros(trained, torch.float32) for _ in range(fp32)]
+            tensors = [self._zeros(field.numel(trained), field.dtype) for field in kept]
         else:
             pinned = self.lanes.overlapped
             home = Home(
@@ -129,13 +129,12 @@ class Store:
                 gradients=arena(trained, dtype, pinned=pinned) if own_gradients else None,
                 master=None,
             )
-            tensors = [] if place == DISK else [arena(trained, torch.float32) for _ in range(fp32)]
+            tensors = [] if place == DISK else [arena(field.numel(trained), field.dtype) for field in kept]
             self._charge_host(layer, home, 1)
         if place == DISK:
             assert self._disk is not None
-            path = self.table.layers[layer].path
-            home.file = SpillFile(self._disk, {str(k): 4 * trained for k in range(fp32)}, f"layer '{path}'")
-            self.books.disk.charge("optimizer", 4 * trained * fp32)
+            home.file = spill_file(self._disk, kept, trained, f"layer '{self.table.layers[layer].path}'")
+            self.books.disk.charge("optimizer", sum(home.file.regions.values()))
         else:
             home.master, home.states = (None, tensors) if own_master else (tensors[0], tensors[1:])
         return home
@@ -203,11 +202,7 @@ class Store:
 
     def direct(self, layer: int) -> Opened:
         """A layer's data where its home has it, without waiting: for who updates it."""
-        home = self.homes[layer]
-        master = home.weights if home.master is None else home.master
-        return Opened(
-            layer=layer, shards=self.shards, weights=home.weights, gradients=home.gradients, master=master, states=home.states
-        )
+        return self.homes[layer].opened(layer, self.shards, self.optimizer.fields)
 
     def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:
         self.at_rest(layer)

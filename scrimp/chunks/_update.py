@@ -3,7 +3,7 @@
 On the host a kernel of our own does it in one pass over memory, with the bits of torch's (`_native.py`), and on a device
 another (`_fused.py`). Without them torch's fused kernels are used tile by tile. Tiles end on multiples of their size counted
 from the parameter's own start, so that vector lanes and tails, and with them every bit, are those of one call on the whole
-tensor.
+tensor. Coded states are decoded and encoded tile by tile (`_codec.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import torch
 
 from scrimp.chunks import _torch_fused
+from scrimp.chunks._codec import Coder, coder_numel, padded
 from scrimp.chunks._fused import Fused
 from scrimp.chunks._home import Piece
-from scrimp.chunks._native import Native, native, takes
+from scrimp.chunks._native import Native, native, takes, takes_coded
 from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
 
-UPDATE_NBYTES = 28  # read and written per parameter: gradient, master, two moments, weight
 TILE = 1 << 18  # stays in a core's cache on the host
 CUDA_TILE = 1 << 24  # keeps a device busy
+CODED_SHARE = 4  # coded states have more rows in a stage, and tiles that much smaller
 
 
 def norm(gradient: torch.Tensor) -> torch.Tensor:
@@ -27,17 +28,26 @@ def norm(gradient: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def stage_numel(device: torch.device, largest_numel: int, fused: Fused | None) -> int:
-    return 0 if fused is not None else min(CUDA_TILE if device.type == "cuda" else TILE, largest_numel)
+def _tile_numel(device: torch.device, state: str) -> int:
+    return (CUDA_TILE if device.type == "cuda" else TILE) // (1 if state == "fp32" else CODED_SHARE)
+
+
+def stage_numel(device: torch.device, largest_numel: int, fused: Fused | None, state: str = "fp32") -> int:
+    """A tile's gradients, and what coding its states takes; nothing with the device's kernel."""
+    if fused is not None:
+        return 0
+    tile = min(_tile_numel(device, state), largest_numel)
+    return tile if state == "fp32" else padded(tile) + coder_numel(tile)
 
 
 class Updater:
     """Updates what lives on one device. `stage` is the fp32 tile that gradients are cast into, or scaled in; of
-    parameters of at most `largest_numel`; with the device's kernel there is none."""
+    parameters of at most `largest_numel`; for coded states it has their rows too; with the device's kernel there is none."""
 
-    def __init__(self, device: torch.device, largest_numel: int, fused: Fused | None = None) -> None:
-        self.tile = CUDA_TILE if device.type == "cuda" else TILE
-        self.stage = torch.empty(stage_numel(device, largest_numel, fused), dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, largest_numel: int, fused: Fused | None = None, state: str = "fp32") -> None:
+        self.tile = _tile_numel(device, state)
+        self.stage = torch.empty(stage_numel(device, largest_numel, fused, state), dtype=torch.float32, device=device)
+        self.coder = None if state == "fp32" else Coder(self.stage[padded(min(self.tile, largest_numel)) :])
         self.native = native() if device.type == "cpu" else None
         self.fused = fused
 
@@ -48,20 +58,24 @@ class Updater:
 
         `step` is the engine's, for the rate; `count` says how often this parameter was updated, this time included."""
         weight = None if own_master else piece.weight
-        if self.native is not None and takes(piece.master, piece.states, piece.gradient, weight):
+        fits = takes if self.coder is None else takes_coded
+        if self.native is not None and fits(piece.master, piece.states, piece.gradient, weight):
             _whole(self.native, optimizer, step, count, piece, weight, scale)
             return
         if self.fused is not None:
             self.fused.apply(optimizer, rate(optimizer, step), count, piece, weight, scale)
             return
         for start in range(0, piece.master.numel(), self.tile):
-            span = slice(start, start + self.tile)
+            span = slice(start, min(start + self.tile, piece.master.numel()))
             target, fresh = piece.master[span], piece.gradient[span]
             if fresh.dtype != torch.float32 or scale is not None:
                 fresh = self.stage[: target.numel()].copy_(fresh)
             if scale is not None:
                 fresh.mul_(scale)
-            _torch_fused.update(optimizer, rate(optimizer, step), count, target, fresh, [state[span] for state in piece.states])
+            states = [state[span] for state in piece.states] if self.coder is None else self.coder.decode(piece.states, span)
+            _torch_fused.update(optimizer, rate(optimizer, step), count, target, fresh, states)
+            if self.coder is not None:
+                self.coder.encode(piece.states, span, place=piece.inside.start + start, count=count)
             if weight is not None:
                 weight[span].copy_(target)
 
@@ -77,7 +91,12 @@ def _whole(
 ) -> None:
     factor = None if scale is None else float(scale)
     lr, threads = float(rate(optimizer, step)), torch.get_num_threads()
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, AdamW) and optimizer.state != "fp32":
+        kernel.adamw_coded(
+            piece.master, piece.states, piece.gradient, weight, factor, lr=lr, beta1=optimizer.betas[0], beta2=optimizer.betas[1],
+            eps=optimizer.eps, weight_decay=optimizer.weight_decay, count=count, place=piece.inside.start, threads=threads,
+        )  # fmt: skip
+    elif isinstance(optimizer, AdamW):
         m, v = piece.states
         kernel.adamw(
             piece.master, m, v, piece.gradient, weight, factor, lr=lr, beta1=optimizer.betas[0], beta2=optimizer.betas[1],

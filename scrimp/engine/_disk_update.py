@@ -132,11 +132,11 @@ class DiskUpdates:
 
     def _move(self, tile: _Tile, stage: list[torch.Tensor], way: int) -> None:
         """To the disk or from it; under the lock."""
-        file = self._store.homes[tile.update.layer].file
-        assert file is not None
-        tensors = [tensor[: tile.stop - tile.start] for tensor in stage[: len(file.regions)]]
-        batch = requests(file, tensors, at=4 * tile.start, write=way == WRITE)
-        self._store.spill.queue.start(way, batch, partial(self._moved, tile, stage, way))
+        home, spill = self._store.homes[tile.update.layer], self._store.spill
+        assert home.file is not None
+        tensors = spill.part(home, stage, slice(0, tile.stop - tile.start))
+        batch = requests(home.file, tensors, at=spill.at(home, tile.start), write=way == WRITE)
+        spill.queue.start(way, batch, partial(self._moved, tile, stage, way))
         self._moving += 1
 
     def _moved(self, tile: _Tile, stage: list[torch.Tensor], way: int, error: BaseException | None) -> None:
@@ -145,10 +145,10 @@ class DiskUpdates:
             if error is not None:
                 self._fail(error)
             elif way == READ:
-                self._count_bytes(tile, way)
+                self._count_bytes(tile, stage, way)
                 self._worker.submit(tile.update.layer, partial(self._update, tile, stage), tile.update.come)
             else:
-                self._count_bytes(tile, way)
+                self._count_bytes(tile, stage, way)
                 self._written(tile, stage)
         except BaseException as caught:
             self._fail(caught)
@@ -157,10 +157,9 @@ class DiskUpdates:
                 self._moving -= 1
                 self._changed.notify_all()
 
-    def _count_bytes(self, tile: _Tile, way: int) -> None:
-        file = self._store.homes[tile.update.layer].file
-        assert file is not None
-        nbytes = 4 * (tile.stop - tile.start) * len(file.regions)
+    def _count_bytes(self, tile: _Tile, stage: list[torch.Tensor], way: int) -> None:
+        moved = self._store.spill.part(self._store.homes[tile.update.layer], stage, slice(0, tile.stop - tile.start))
+        nbytes = sum(tensor.nbytes for tensor in moved)
         with self._changed:
             if way == READ:
                 self._store.traffic.read_nbytes += nbytes
@@ -215,13 +214,13 @@ class DiskUpdates:
         for slot, count, inside, span in self._spans(tile):
             weight = home.weights[span]
             here = slice(span.start - tile.start, span.stop - tile.start)
-            tensors = [tensor[here] for tensor in stage]
+            tensors = self._store.spill.part(home, stage, here)
             piece = Piece(
                 inside=inside,
                 weight=weight,
                 gradient=weight if home.gradients is None else home.gradients[span],
                 master=weight if own_master else tensors[0],
-                states=tensors[: self._store.states] if own_master else tensors[1:],
+                states=tensors if own_master else tensors[1:],
             )
             yield slot, count, piece, own_master
 

@@ -62,7 +62,7 @@ class Engine:
     """Trains any eager module within a device budget. The model is taken over: its parameters live in the engine.
 
     `weights`: values for a model, perhaps on meta: a state dict, a .safetensors file, a Hugging Face folder. `precision`:
-    "bf16", "fp16" or "fp32", masters and states being fp32. `accumulate`: parts that a batch is split into. `recompute`:
+    "bf16", "fp16" or "fp32", masters being fp32. `accumulate`: parts that a batch is split into. `recompute`:
     "auto" (what must be), "none" or "all". `loss` makes the loss of what the model returns, if that has none.
     """
 
@@ -107,7 +107,7 @@ class Engine:
             table,
             self.budget,
             precision=precision,
-            states=self.optimizer.states,
+            optimizer=self.optimizer,
             accumulate=accumulate,
             world=self.wire.world,
             ranks_here=here,
@@ -116,7 +116,7 @@ class Engine:
             table,
             precision=precision,
             device=self.device,
-            states=self.optimizer.states,
+            optimizer=self.optimizer,
             accumulate=accumulate,
             books=self.ledger,
             wire=self.wire,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from scrimp.chunks._home import DEVICE, DISK, HOST, sizes
+from scrimp.chunks._optim import AdamW, Optimizer
 from scrimp.chunks._shards import Shards
 from scrimp.chunks._store import DTYPES
 from scrimp.chunks._table import ChunkTable, LayerSpace
@@ -14,14 +15,14 @@ from scrimp.ledger import format_nbytes
 
 
 def first_places(
-    table: ChunkTable, budget: Budget, *, precision: str, states: int, accumulate: int, world: int, ranks_here: int
+    table: ChunkTable, budget: Budget, *, precision: str, optimizer: Optimizer, accumulate: int, world: int, ranks_here: int
 ) -> list[str]:
     """Where each layer's home is at first: on the host; if that is full, with its masters and states on disk, last layers
     first; without a disk on the device, first layers first, which leaves room for one more layer at least."""
     dtypes = [torch.float32 if layer.wide else DTYPES[precision] for layer in table.layers]
     _fits_device(table, budget, dtypes)
     shards = Shards(table=table, world=world, rank=0)
-    rows = [sizes(shards, k, dtype, states, accumulate) for k, dtype in enumerate(dtypes)]
+    rows = [sizes(shards, k, dtype, optimizer.fields, accumulate) for k, dtype in enumerate(dtypes)]
     room = budget.host_nbytes // ranks_here
     total = sum(sum(row) for row in rows)
     places = [HOST] * len(rows)
@@ -49,6 +50,7 @@ def first_places(
             if total <= room:
                 return places
     weights, gradients, rest = (sum(row[i] for row in rows) for i in range(3))
+    smaller = isinstance(optimizer, AdamW) and optimizer.state == "fp32"
     raise FitError(
         f"model data takes {format_nbytes(weights + gradients + rest)} on this rank's host (weights {format_nbytes(weights)}, "
         f"gradients {format_nbytes(gradients)}, optimizer {format_nbytes(rest)}), its share of the host budget is "
@@ -59,6 +61,7 @@ def first_places(
             if budget.disk is not None
             else "Use Memory(disk=folder) for masters and states, more ranks, or a larger Memory(host=...)"
         )
+        + ("; AdamW(state='int8') takes less, and is other mathematics" if smaller else "")
     )
 
 

@@ -19,7 +19,6 @@ from scrimp.chunks._home import DEVICE, DISK, HOST, THROUGH
 from scrimp.chunks._residency import Moment
 from scrimp.chunks._store import Store
 from scrimp.chunks._through import stages_nbytes
-from scrimp.chunks._update import UPDATE_NBYTES
 from scrimp.engine._batch import Signature, covers
 from scrimp.engine._forward import Recompute
 from scrimp.engine._resident import Residents
@@ -185,7 +184,7 @@ class Planning:
             costs,
             self.rates,
             update_room_nbytes=self.room_nbytes - self.stage_nbytes,
-            stages_nbytes=stages_nbytes(self.store.states + 1),
+            stages_nbytes=stages_nbytes(self.store.optimizer.states + 1),
             world=self.store.wire.world,
             compute=compute,
             judged=self.judged,
@@ -232,7 +231,7 @@ class Planning:
                     nbytes=self.store.nbytes(k),
                     home_nbytes=self.store.device_home_nbytes(k),
                     down_nbytes=trained * self.store.dtype_of(k).itemsize * self.store.accumulate,
-                    update_nbytes=trained * UPDATE_NBYTES,
+                    update_nbytes=int(trained * self.store.optimizer.update_nbytes),
                     kept_nbytes=max(0, int(found[k, 0])),
                     again_seconds=float(found[k, 1]),
                     movable=self.store.homes[k].place != DISK and layer.numel > 0,
@@ -243,10 +242,11 @@ class Planning:
         return tuple(costs)
 
     def _passable(self, layer: int) -> bool:
-        """Where nothing but masters and states would have to pass, and they are in memory."""
+        """Where nothing but masters and states would have to pass, all of them fp32, and they are in memory."""
         store = self.store
         weights, gradients, rest = store.home_nbytes(layer)
-        return store.wire.world == 1 and not gradients and rest > 2 * weights and store.homes[layer].place in (HOST, THROUGH)
+        fp32 = store.optimizer.state == "fp32" and rest > 2 * weights and not gradients
+        return fp32 and store.wire.world == 1 and store.homes[layer].place in (HOST, THROUGH)
 
     def _largest(self, trace: list[Moment]) -> list[Moment]:
         """What others took at each moment, on the rank where it was most."""

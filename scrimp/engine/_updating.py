@@ -17,7 +17,7 @@ from scrimp.chunks._optim import Optimizer, rate
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._through import Part, Through, tiles
-from scrimp.chunks._update import UPDATE_NBYTES, Updater, stage_numel
+from scrimp.chunks._update import Updater, stage_numel
 from scrimp.chunks._worker import Gate, Worker
 from scrimp.engine._disk_update import DiskUpdates
 from scrimp.errors import RunError
@@ -33,14 +33,15 @@ class Updating:
         self.optimizers = optimizers
         self.meter = meter
         slots = [slot for layer in store.table.layers for slot in layer.slots if slot.trainable]
-        self._largest = max((slot.numel for slot in slots), default=0) if staged else 0
-        self._host = Updater(torch.device("cpu"), self._largest)
+        self._state = store.optimizer.state
+        self._largest = max((slot.numel for slot in slots), default=0) if staged or self._state != "fp32" else 0
+        self._host = Updater(torch.device("cpu"), self._largest, state=self._state)
         meter.ignore(self._host.stage)
         dtypes = {store.dtype_of(layer) for layer in range(len(store.table.layers))}
-        self._fused = fused(store.device, kinds(optimizers.values(), dtypes))
+        self._fused = fused(store.device, kinds(optimizers.values(), dtypes)) if self._state == "fp32" else None
         self._hire()
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
-        self._nbytes, self._seconds = 0, 0.0
+        self._numel, self._seconds = 0, 0.0
         self._begun: list[Gate] = []  # in this step
         self._through: Through | None = None
 
@@ -62,7 +63,7 @@ class Updating:
     @property
     def stage_nbytes(self) -> int:
         """What an update on the device takes there."""
-        return 4 * stage_numel(self.store.device, self._largest, self._fused)
+        return 4 * stage_numel(self.store.device, self._largest, self._fused, self._state)
 
     def run(self, landed: list[tuple[int, Slot]], step: int, counts: dict[str, int], scale: torch.Tensor | None) -> None:
         """Homes on host and disk are updated beside what comes next; whoever asks for one waits for it alone."""
@@ -99,7 +100,7 @@ class Updating:
             start = time.perf_counter()
             self._layer(self._host, data, slots, numbers, step, scale)
             self._seconds += time.perf_counter() - start
-            self._nbytes += UPDATE_NBYTES * sum(slot.numel for slot in slots) // self.store.wire.world
+            self._numel += sum(slot.numel for slot in slots) // self.store.wire.world
 
         self.store.gates[layer] = self.worker.submit(layer, job, come)
         self._begun.append(self.store.gates[layer])
@@ -107,7 +108,8 @@ class Updating:
     def _pass(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
         """On the device, beside what comes next there; the layer's next use waits for it there."""
         if self._through is None:
-            self._through = Through(self.store.device, self.store.states + 1)
+            assert self._state == "fp32"  # what passes is masters and states of one type; planning takes no others
+            self._through = Through(self.store.device, self.store.optimizer.states + 1)
             for tensor in (tensor for stage in self._through.stages for tensor in stage):
                 self.meter.ignore(tensor)
             self.store.ledger.charge("optimizer", self._through.nbytes)
@@ -122,8 +124,9 @@ class Updating:
 
     def _report(self) -> None:
         """What the worker has touched in a step, and in how many seconds."""
-        self.saw(self._nbytes + UPDATE_NBYTES * self._disk.numel, self._seconds + self._disk.seconds)
-        self._nbytes, self._seconds = 0, 0.0
+        nbytes = int((self._numel + self._disk.numel) * self.store.optimizer.update_nbytes)
+        self.saw(nbytes, self._seconds + self._disk.seconds)
+        self._numel, self._seconds = 0, 0.0
         self._disk.numel, self._disk.seconds = 0, 0.0
 
     def _layer(
@@ -132,7 +135,7 @@ class Updating:
         for slot, number in zip(slots, numbers, strict=True):
             for piece in data.pieces(slot):
                 for state in piece.states if number == 1 else ():
-                    state.zero_()  # it is, but all threads touch its pages so; the kernel's blocks are too small for that
+                    state.zero_()  # it is, coded or not, but all threads touch its pages so; the kernel's blocks are too small
                 updater.apply(self.optimizers[slot.name], step, number, piece, scale, own_master=data.own_master)
 
     def check_rates(self, step: int) -> None:
@@ -149,7 +152,7 @@ class Updating:
         return [counts[slot.name] for slot in slots]
 
     def _on_device(self) -> Updater:
-        updater = Updater(self.store.device, self._largest, self._fused)
+        updater = Updater(self.store.device, self._largest, self._fused, self._state)
         self.meter.ignore(updater.stage)
         self.store.ledger.charge("temporaries", updater.stage.nbytes)
         return updater
