@@ -186,10 +186,10 @@ class Store:
 
     def at_rest(self, layer: int) -> None:
         """Nobody is writing to a layer's home any more."""
-        self.landed_home(layer)
         gate = self.gates.pop(layer, None)
         if gate is not None:
             gate.wait()
+        self.landed_home(layer)
 
     def landed_home(self, layer: int) -> None:
         """The host may read the gradients that came down; asked by who updates them, or by who waits for that."""
@@ -274,7 +274,6 @@ class Store:
         """A layer is being updated on the device: its weights are new, and its states at home, after these."""
         self._arriving[layer] = [updated]
         self._coming_home[layer] = [home]
-        self.settled(layer)
 
     # Layers on the device.
 
@@ -319,6 +318,8 @@ class Store:
         if layer in self._wanted:
             self._wanted.remove(layer)
             self._send(layer)
+        if layer in self.gates and self.homes[layer].place == THROUGH:
+            self.gates.pop(layer).wait()
         for event in self._arriving.pop(layer, []):
             self.lanes.wait(event)
 

@@ -2,8 +2,8 @@
 
 A layer's weights are on the device for good, and so are its gradients when they land there. Tile by tile its masters and
 states come up, are updated beside them, and go down again, through a few stages that take turns, on streams of their own.
-The host neither computes nor waits: whoever computes with the layer waits on the device, whoever reads its states on the
-host waits for the last copy.
+The host does not compute: whoever computes with the layer waits on the device, whoever reads its states on the host waits
+for the last copy.
 """
 
 from __future__ import annotations
@@ -67,6 +67,15 @@ def pin(home: Home) -> None:
             register(tensor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """When all but the last tiles of a layer are up, its weights are new, all of it is home."""
+
+    nearly_up: Event
+    updated: Event
+    home: Event
+
+
 class Through:
     """`tensors`: masters and states of a layer."""
 
@@ -80,26 +89,33 @@ class Through:
         self._streams: list[Any] = [None] * 3
         if device.type == "cuda":
             self._streams = [torch.cuda.Stream(device) for _ in range(3)]  # type: ignore[no-untyped-call]
+            for stream in self._streams:  # the stages may be memory that is still in use there
+                stream.wait_stream(torch.cuda.current_stream(device))
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for stage in self.stages for tensor in stage)
 
-    def update(self, layer: int, data: Opened, todo: Sequence[Tile], apply: Callable[[Part, Piece], None]) -> tuple[Event, Event]:
-        """`apply` updates a piece, on the stream that is current then. The events: the weights are new; all is home."""
+    def update(
+        self, layer: int, data: Opened, todo: Sequence[Tile], apply: Callable[[Part, Piece], None], scale: torch.Tensor | None
+    ) -> Passed:
+        """`apply` updates a piece, on the stream that is current then. The layer's gradients are there already; `scale` is
+        used by `apply` alone."""
         up, work, down = self._streams
-        landed = torch.cuda.current_stream(self._device).record_event() if up is not None else None
+        if work is not None and scale is not None:
+            scale.record_stream(work)
+        come: list[Event] = []
         done: Event = None
         for tile in todo:
             stage, turn = self.stages[self._turn], self._turn
             self._turn = (turn + 1) % STAGES
             here = [tensor[tile.start : tile.stop] for tensor in (data.master, *data.states)]
             there = [tensor[: tile.stop - tile.start] for tensor in stage]
-            come = _run(up, [self._free[turn], self._home.get(layer)], partial(_copy, there, here))
-            done = _run(work, [come, landed], partial(_update, tile, data, there, apply))
+            come.append(_run(up, [self._free[turn], self._home.get(layer)], partial(_copy, there, here)))
+            done = _run(work, [come[-1]], partial(_update, tile, data, there, apply))
             self._free[turn] = _run(down, [done], partial(_copy, here, there))
         self._home[layer] = self._free[(self._turn - 1) % STAGES]
-        return done, self._home[layer]
+        return Passed(nearly_up=come[-STAGES] if len(come) >= STAGES else None, updated=done, home=self._home[layer])
 
 
 def _run(stream: Any, after: Sequence[Event], work: Callable[[], None]) -> Event:

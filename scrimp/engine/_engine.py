@@ -343,7 +343,7 @@ class Engine:
         load_state(self, folder)
 
     def check_usable(self) -> None:
-        self.updating.worker.check()
+        self.updating.check()
         if self.broken is not None:
             raise RunError(
                 f"{self.broken}: some weights are new, some old, some gone; load the last checkpoint: engine.load(folder)"

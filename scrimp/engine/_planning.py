@@ -42,7 +42,8 @@ class Planned:
     costs: tuple[LayerCost, ...] = ()
     again: frozenset[int] = frozenset()
     replans: int = 0
-    looked: bool = False  # again, with what was measured
+    most: frozenset[int] = frozenset()  # homes on the device, when there were as many as possible
+    looked: bool | None = None  # again, with what was measured; for steps whose gradients are judged, or are not
 
 
 class Planning:
@@ -155,28 +156,24 @@ class Planning:
             if choice.kept:
                 return  # one more step shows what keeping them takes
         plan.kept = plan.kept or frozenset()
-        plan.looked, self._digested = False, plan
+        plan.most, plan.looked, self._digested = choice.device, None, plan
         self._take(plan, choice, trace)
 
     def _look_again(self, plan: Planned, compute: tuple[float, float]) -> None:
         """Once the schedule has run a few times: with the seconds of compute that were measured then, and the best of the
         host's updates, other homes may be better; and where copies overlap, masters and states may pass."""
-        if plan.looked or plan.choice is None or not self.overlapped or self.store.wire.world > 1:
+        if plan.looked == self.judged or plan.choice is None or not self.overlapped or self.store.wire.world > 1:
             return
-        plan.looked = True
-        if self._through == frozenset():
-            self._through = None
-        costs = [self._restricted(k, cost) for k, cost in enumerate(plan.costs)]
+        plan.looked = self.judged
+        costs = [replace(cost, movable=k in plan.most) for k, cost in enumerate(plan.costs)]
         now, trace = plan.choice, list(plan.trace)
-        same = [replace(cost, movable=k in now.device, fixed=k in now.device, passable=False) for k, cost in enumerate(costs)]
+        same = [replace(c, movable=k in now.device, fixed=k in now.device, passable=False) for k, c in enumerate(costs)]
         try:
             before, after = self._choose(trace, same, compute), self._choose(trace, costs, compute)
         except FitError:
             return
-        if after.seconds < (1 - WORTH_MOVING) * before.seconds:
+        if now.through or after.seconds < (1 - WORTH_MOVING) * before.seconds:
             self._take(plan, after, trace)
-        else:
-            self._through = now.through
 
     def _choose(self, trace: list[Moment], costs: list[LayerCost], compute: tuple[float, float] | None = None) -> Choice:
         return choose(
@@ -198,8 +195,7 @@ class Planning:
     def _restricted(self, layer: int, cost: LayerCost) -> LayerCost:
         """Once homes are chosen, other batches may only bring some back."""
         movable = cost.movable and (self._homes is None or layer in self._homes)
-        passable = cost.passable and (self._through is None or layer in self._through)
-        return replace(cost, movable=movable, passable=passable)
+        return replace(cost, movable=movable)
 
     def _move_homes(self, plan: Planned, device: frozenset[int], through: frozenset[int]) -> None:
         store = self.store

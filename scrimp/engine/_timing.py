@@ -76,8 +76,8 @@ class Timing:
 
     @property
     def settled(self) -> bool:
-        """Enough steps like this one were timed."""
-        return self._steps >= STEPS
+        """Enough steps like this one were timed: the first of them still fills caches."""
+        return self._steps > 1
 
     @property
     def _on(self) -> bool:

@@ -11,15 +11,15 @@ import torch
 
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._fused import fused, kinds
-from scrimp.chunks._home import DEVICE, DISK, THROUGH, Opened, Piece
+from scrimp.chunks._home import DEVICE, DISK, THROUGH, Opened
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import Optimizer, rate
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
-from scrimp.chunks._through import Part, Through, tiles
 from scrimp.chunks._update import Updater, stage_numel
 from scrimp.chunks._worker import Gate, Worker
 from scrimp.engine._disk_update import DiskUpdates
+from scrimp.engine._passing import Passing
 from scrimp.errors import RunError
 
 LAST = 1 << 30  # after all layers
@@ -43,7 +43,7 @@ class Updating:
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
         self._numel, self._seconds = 0, 0.0
         self._begun: list[Gate] = []  # in this step
-        self._through: Through | None = None
+        self._passing: Passing | None = None
 
     def _hire(self) -> None:
         self.worker = Worker("the host's update")
@@ -56,9 +56,18 @@ class Updating:
             self.store.spill.wait()
         self._disk.drop()
         self.close()
+        if self._passing is not None:
+            self._passing.close()
+            self._passing.hire()
         self.store.gates.clear()
         self._begun = []
         self._hire()
+
+    def check(self) -> None:
+        """Raise what went wrong beside the steps, if something did."""
+        self.worker.check()
+        if self._passing is not None:
+            self._passing.worker.check()
 
     @property
     def stage_nbytes(self) -> int:
@@ -92,7 +101,10 @@ class Updating:
             self._disk.start(layer, slots, numbers, step, scale)
             return
         if self.store.homes[layer].place == THROUGH:
-            self._pass(layer, slots, numbers, step, scale)
+            if self._passing is None:
+                assert self._state == "fp32"  # what passes is masters and states of one type; planning takes no others
+                self._passing = Passing(self.store, self.optimizers, self.meter, self._on_device())
+            self._passing.start(layer, slots, numbers, step, scale)
             return
         data, come = self.store.direct(layer), self.store.take_coming_home(layer)
 
@@ -104,23 +116,6 @@ class Updating:
 
         self.store.gates[layer] = self.worker.submit(layer, job, come)
         self._begun.append(self.store.gates[layer])
-
-    def _pass(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
-        """On the device, beside what comes next there; the layer's next use waits for it there."""
-        if self._through is None:
-            assert self._state == "fp32"  # what passes is masters and states of one type; planning takes no others
-            self._through = Through(self.store.device, self.store.optimizer.states + 1)
-            for tensor in (tensor for stage in self._through.stages for tensor in stage):
-                self.meter.ignore(tensor)
-            self.store.ledger.charge("optimizer", self._through.nbytes)
-            self._passing = self._on_device()
-        factor = None if scale is None else scale.to(self.store.device)
-
-        def apply(part: Part, piece: Piece) -> None:
-            self._passing.apply(self.optimizers[part.slot.name], step, part.count, piece, factor, own_master=False)
-
-        todo = tiles(slots, numbers, self._through.tile)
-        self.store.passed(layer, *self._through.update(layer, self.store.direct(layer), todo, apply))
 
     def _report(self) -> None:
         """What the worker has touched in a step, and in how many seconds."""
