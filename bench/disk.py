@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,20 @@ def steps_per_second(engine: Engine, arguments: argparse.Namespace) -> float:
     return arguments.steps / (time.perf_counter() - start)
 
 
+def update_rate(engine: Engine, arguments: argparse.Namespace) -> float:
+    """Bytes per second, read and written, of updates that nothing else runs beside: the median."""
+    batch = zoo.example_batch("gpt-tiny", batch=1, step=0, seq=SEQ, vocab=512)
+    rates = []
+    for _ in range(arguments.steps):
+        engine.step(*batch)  # clipped: it ends when its updates have just begun
+        before = astuple(engine.store.traffic)
+        start = time.perf_counter()
+        engine.wait()
+        seconds = time.perf_counter() - start
+        rates.append(sum(b - a for a, b in zip(before, astuple(engine.store.traffic), strict=True)) / seconds)
+    return statistics.median(rates)
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     folder = Path(arguments.folder)
     found: dict[str, Any] = {"machine": machine(), "blocks": arguments.blocks, "dim": arguments.dim, "runs": []}
@@ -113,6 +128,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             nbytes = engine.ledger.disk.total_nbytes
             before = disk_rate(folder, nbytes)
             disk = steps_per_second(engine, arguments)
+            update = update_rate(engine, arguments) if mode == "clipped" else None
             rate = statistics.mean([before, disk_rate(folder, nbytes)])
             terms = engine.bound().terms
         found["runs"].append(
@@ -124,6 +140,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 "disk_nbytes_per_second": 2 * nbytes * disk,
                 "plain_loop_nbytes_per_second": rate,
                 "share_of_plain_loop": 2 * nbytes * disk / rate,
+                "updates_alone_nbytes_per_second": update,
                 "bound_seconds": terms,
             }
         )
@@ -146,6 +163,10 @@ def main() -> None:
             f"{run['disk_nbytes_per_second'] / 1e9:.2f} GB/s read and written, {run['share_of_plain_loop']:.0%} of the plain "
             f"loop's {run['plain_loop_nbytes_per_second'] / 1e9:.2f}"
         )
+        update = run["updates_alone_nbytes_per_second"]
+        if update is not None:
+            share = update / run["plain_loop_nbytes_per_second"]
+            print(f"           updates with nothing beside them: {update / 1e9:.2f} GB/s, {share:.0%} of the plain loop")
         print("           at least:", ", ".join(f"{name} {seconds:.3f} s" for name, seconds in run["bound_seconds"].items()))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1))

@@ -6,6 +6,8 @@ import copy
 import os
 import time
 import warnings
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,30 @@ def train(
 def host_at_first(name: str) -> int:
     """Bytes on this rank's host when the engine is built."""
     return Engine(zoo.build(name), memory=Memory(device="1GiB"), device="cpu").store.host_nbytes()
+
+
+def same_on_disk(name: str, steps: int, settings: dict, folder: str) -> tuple[int, bool]:
+    """How many layers have their states on disk, in tiles of 1024 elements, and whether that changes a bit."""
+    names = ("_spill.BLOCK", "_spilling.BLOCK", "_spill_queue.REQUEST")
+    with ExitStack() as stack:
+        for constant in names:
+            stack.enter_context(patch(f"scrimp.chunks.{constant}", 4096))
+        stack.enter_context(patch("scrimp.chunks._spilling.TILE", 1024))
+        states, places, host = [], [], 0
+        for disk in (None, folder):
+            torch.manual_seed(0)
+            memory = Memory(device="1GiB", host=host or "auto", disk=disk)
+            engine = Engine(zoo.build(name), optimizer=AdamW(lr=1e-2), memory=memory, device="cpu", **settings)
+            engine.planning._homes = frozenset()
+            rows = [engine.store.home_nbytes(k) for k in range(len(engine.store.homes))]
+            host = dist.get_world_size() * (sum(row[0] + row[1] for row in rows) + max(row[2] for row in rows))
+            world, rank = dist.get_world_size(), dist.get_rank()
+            for step in range(steps):
+                engine.step(*(tensor.chunk(world)[rank] for tensor in zoo.example_batch(name, batch=8, step=step)))
+            states.append(dict(engine.iter_state()))
+            places = [home.place for home in engine.store.homes]
+            assert engine.ledger.host.peak_nbytes <= engine.store.host_room_nbytes
+    return places.count("disk"), all(torch.equal(states[1][key], value) for key, value in states[0].items())
 
 
 def plain(name: str, steps: int, optimizer: str, clip: float | None) -> dict:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import torch
 
 from scrimp import zoo
 from scrimp.chunks._home import DISK
-from scrimp.chunks._optim import AdamW
+from scrimp.chunks._optim import SGD, AdamW
 from scrimp.chunks._spill import SpillFile
 from scrimp.engine import Engine, Memory
 from scrimp.engine._metrics import read_metrics
 from scrimp.engine._progress import Progress
 from scrimp.errors import CheckpointError, RunError
+from scrimp.ext.ranks import pool
+from tests import engine_jobs as jobs
 from tests.test_engine import LR, assert_same
 from tests.test_spill import ROOT
 
@@ -51,6 +54,7 @@ def engine_for(folder: Path | None, host: int | str = "auto", state: str = "fp32
     return engine
 
 
+@cache
 def host_for(share: float, precision: str = "bf16", state: str = "fp32") -> int:
     """Between all masters and states on disk and all on the host."""
     engine = engine_for(None, precision=precision, state=state)
@@ -128,6 +132,14 @@ def test_a_forward_does_not_wait_for_the_disk_to_write(tmp_path: Path, monkeypat
     assert_same(engine.state_dict(), want.state_dict())
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks(mode: str, tmp_path: Path) -> None:
+    settings = {"chunk_numel": 5000, **MODES[mode]}
+    for layers, same in pool(2).run(jobs.same_on_disk, "gpt-tiny", 5, settings, str(tmp_path), timeout_seconds=300):
+        assert layers == 6
+        assert same
+
+
 def test_a_checkpoint_reads_each_layer_once(tmp_path: Path) -> None:
     host = host_for(0.0)
     engine = engine_for(tmp_path / "disk", host)
@@ -155,6 +167,26 @@ def test_a_skipped_step_reads_each_layer_once(tmp_path: Path) -> None:
     engine.wait()
     assert engine.store.traffic.read_nbytes - reads == on_disk(engine)
     assert_same(engine.state_dict(), before)
+
+
+def test_layers_that_have_nothing_on_disk(tmp_path: Path) -> None:
+    """Without momentum, in fp32 beside others in bf16: such a layer has no states, and its weights are its masters."""
+    states: list[dict[str, torch.Tensor]] = []
+    host: int | str = "auto"
+    for disk in (None, tmp_path):
+        torch.manual_seed(0)
+        model = zoo.build("resnet-tiny")
+        memory = Memory(device="1GiB", host=host, disk=disk)
+        engine = Engine(model, optimizer=SGD(lr=0.1), memory=memory, device="cpu")
+        engine.planning._homes = frozenset()
+        rows = [engine.store.home_nbytes(k) for k in range(len(engine.store.homes))]
+        host = sum(row[0] + row[1] for row in rows) + max(row[2] for row in rows)
+        for step in range(3):
+            engine.step(*zoo.example_batch("resnet-tiny", batch=2, step=step))
+        states.append(engine.state_dict())
+    kinds = [(home.place, len(home.file.regions)) for home in engine.store.homes if home.file is not None]
+    assert {("disk", 0), ("disk", 1)} == {*kinds}
+    assert_same(states[1], states[0])
 
 
 def test_what_is_measured(tmp_path: Path) -> None:

@@ -310,6 +310,31 @@ def test_memory_that_is_gone_when_some_layers_were_updated() -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("settings", [{"clip_norm": 0.5}, {"skip_nonfinite": False}], ids=str)
+def test_states_on_disk(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The bits of states on the host, whose update the same kernel does; through many tiles, beside the steps."""
+    shape = {"layers": 4, "dim": 512, "heads": 8, "seq": 64, "vocab": 999}
+    torch.manual_seed(0)
+    model = zoo.build("gpt-tiny", **shape)
+    batches = [zoo.example_batch("gpt-tiny", batch=4, step=step, **shape) for step in range(8)]
+    host: str | int = "auto"
+    found = []
+    for disk in (None, tmp_path):
+        memory = Memory(device="1GiB", host=host, disk=disk)
+        engine = Engine(copy.deepcopy(model), optimizer=AdamW(lr=1e-3), memory=memory, recompute="all", **settings)
+        engine.planning._homes = frozenset()
+        rows = [engine.store.home_nbytes(k) for k in range(len(engine.store.homes))]
+        host = sum(row[0] + row[1] for row in rows) + max(row[2] for row in rows)
+        losses = [float(engine.step(*batch)) for batch in batches]
+        found.append((losses, engine.state_dict()))
+        places = {home.place for home in engine.store.homes}
+        assert places == ({"host"} if disk is None else {"disk"})
+        assert disk is None or engine.ledger.host.peak_nbytes <= host
+        engine.close()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][key], value) for key, value in found[0][1].items())
+
+
 def test_two_ranks_over_nccl() -> None:
     pool = RankPool(2, timeout_seconds=120, backend="nccl")
     try:

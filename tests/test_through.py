@@ -46,13 +46,13 @@ def test_bits_are_those_of_plain_training(clip: float | None, tmp_path: Path, mo
     engine = engine_for(clip_norm=clip, skip_nonfinite=clip is not None)
     for step, batch in enumerate(data):
         engine.step(*batch)
-        if step == 3:
+        if step == 5:
             engine.save(tmp_path / "saved")
     assert len(passing(engine)) > 1
     assert_same(engine.state_dict(), want)
     again = engine_for(clip_norm=clip, skip_nonfinite=clip is not None)
     again.load(tmp_path / "saved")
-    for batch in data[4:]:
+    for batch in data[6:]:
         again.step(*batch)
     assert_same(again.state_dict(), want)
     assert engine.planning.homes_back()
@@ -63,7 +63,7 @@ def test_bits_are_those_of_plain_training(clip: float | None, tmp_path: Path, mo
 def test_the_ledger_knows_what_is_where() -> None:
     engine = engine_for(skip_nonfinite=False)
     host = engine.ledger.host.total_nbytes
-    for batch in batches()[:4]:
+    for batch in batches()[:6]:
         engine.step(*batch)
     store, layers = engine.store, passing(engine)
     assert layers
@@ -76,7 +76,7 @@ def test_the_ledger_knows_what_is_where() -> None:
 
 def test_a_nan_is_skipped_and_the_weights_are_as_they_were() -> None:
     engine = engine_for()
-    for batch in batches()[:3]:
+    for batch in batches()[:6]:
         engine.step(*batch)
     assert passing(engine)
     before = engine.state_dict()
@@ -92,7 +92,7 @@ def test_a_nan_is_skipped_and_the_weights_are_as_they_were() -> None:
 @pytest.mark.parametrize("settings", [{"precision": "fp32"}, {"accumulate": 2}, {"optimizer": SGD(lr=0.1)}])
 def test_only_where_masters_and_states_are_all_that_would_pass(settings: dict[str, Any]) -> None:
     engine = engine_for(**settings)
-    for batch in batches()[:3]:
+    for batch in batches()[:6]:
         engine.step(*batch)
     assert not passing(engine)
 
@@ -124,7 +124,7 @@ def test_the_share_that_passes_is_the_best_of_all_shares(host: float, judged: bo
     moments = [Moment(needs=(k,), room_nbytes=1000) for k in range(12)]
     moments += [Moment(needs=(k,), room_nbytes=1000, ends=(k,)) for k in reversed(range(12))]
     rates = Rates(up=1.0, down=1.0, host=host, device=100.0)
-    found = choose(moments, [layer] * 12, rates, update_room_nbytes=1000, overlapped=True, judged=judged)
+    found = choose(moments, [layer] * 12, rates, update_room_nbytes=1000, compute=(0.12, 0.24), judged=judged)
 
     def by_hand(count: int) -> float:
         rest = 12 - count
@@ -144,7 +144,7 @@ def test_the_share_that_passes_is_the_best_of_all_shares(host: float, judged: bo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_on_a_gpu(clip: float | None) -> None:
-    """Copies, updates and the step on streams of their own: as with homes on the device, to the last bit."""
+    """Copies, updates and the step on streams of their own: as with homes on the host, but for the device's rounding."""
     shape = {"layers": 6, "dim": 512, "heads": 8, "vocab": 2048, "seq": 128}
     torch.manual_seed(0)
     model = zoo.build("gpt-tiny", **shape)
@@ -154,13 +154,13 @@ def test_on_a_gpu(clip: float | None) -> None:
         engine = Engine(
             copy.deepcopy(model), memory=Memory(device="2GiB"), optimizer=AdamW(lr=LR), clip_norm=clip, skip_nonfinite=False
         )
-        if through:
-            engine.planning.rates = Rates(up=1e10, down=1e10, host=1e9, device=1e12)
-            engine.updating.saw = lambda nbytes, seconds: None
-            engine.planning._homes = frozenset()
+        engine.planning.rates = Rates(up=1e10, down=1e10, host=1e9 if through else 1e15, device=1e12)
+        engine.updating.saw = lambda nbytes, seconds: None
+        engine.planning._homes = frozenset()
         losses.append([float(engine.step(*batch)) for batch in data])
         assert bool(passing(engine)) == through
         states.append(engine.state_dict())
         engine.close()
-    assert losses[0] == losses[1]
-    assert_same(states[0], states[1])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-3, atol=1e-4)

@@ -27,7 +27,6 @@ from scrimp.chunks._residency import Moment, Schedule, schedule
 from scrimp.errors import FitError
 
 GRID = 5
-BACKWARD = 2  # a backward computes about twice a forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +49,24 @@ def choose(
     update_room_nbytes: int,
     stages_nbytes: int = 0,
     world: int = 1,
-    overlapped: bool = False,
+    compute: tuple[float, float] | None = None,
     judged: bool = True,
 ) -> Choice:
     """`room_nbytes` of the moments is what the trace left, with every recomputable layer recomputed and no home on the
-    device; `update_room_nbytes` is what an update leaves for homes; `stages_nbytes` are needed for anything to pass."""
+    device; `update_room_nbytes` is what an update leaves for homes; `stages_nbytes` are needed for anything to pass.
+    `compute`: seconds of forward and backward, if they are known and all else may overlap with them."""
     order = [*dict.fromkeys(layer for moment in moments for layer in moment.needs)]
     fixed = [k for k, layer in enumerate(layers) if layer.fixed]
     movable = [*fixed, *(k for k in order if layers[k].movable and not layers[k].fixed)]
     recomputable = [k for k in reversed(order) if layers[k].recomputable]
-    point = _Point(moments, layers, rates, _spans(moments), update_room_nbytes, stages_nbytes, world, overlapped, judged)
+    point = _Point(moments, layers, rates, _spans(moments), update_room_nbytes, stages_nbytes, world, compute, judged)
     tried: dict[tuple[int, int], Choice | None] = {}
 
     def attempt(homes: int, keeps: int) -> Choice | None:
         if (homes, keeps) not in tried:
             device, kept = frozenset(movable[:homes]), frozenset(recomputable[:keeps])
             found = point.evaluate(device, kept)
-            if found is not None and overlapped:
+            if found is not None and compute is not None:
                 passing = point.passing(found, [k for k in order if layers[k].passable and k not in device])
                 other = point.evaluate(device, kept, passing) if passing else None
                 found = other if other is not None and other.seconds < found.seconds else found
@@ -132,7 +132,7 @@ class _Point:
     room_nbytes: int
     stages_nbytes: int
     world: int
-    overlapped: bool
+    compute: tuple[float, float] | None
     judged: bool
 
     def evaluate(
@@ -167,20 +167,19 @@ class _Point:
             moments=left,
             up_nbytes=int(work.up_nbytes),
             down_nbytes=int(work.down_nbytes),
-            seconds=seconds(work, self.rates, overlapped=self.overlapped, judged=self.judged),
+            seconds=self._seconds(work),
         )
 
+    def _seconds(self, work: Work) -> float:
+        return seconds(work, self.rates, overlapped=self.compute is not None, judged=self.judged)
+
     def work(self, device: frozenset[int], kept: frozenset[int], through: frozenset[int], up_nbytes: float) -> Work:
-        forward = sum(layer.again_seconds for layer in self.layers)
-        again = sum(
-            layer.again_seconds
-            for k, layer in enumerate(self.layers)
-            if layer.recomputed or (layer.recomputable and k not in kept)
-        )
+        again = sum(layer.again_seconds for k, layer in enumerate(self.layers) if layer.recomputable and k not in kept)
+        forward, backward = self.compute or (0.0, again)  # without them those of every choice are left out
         there = device | through
         return Work(
             forward_seconds=forward,
-            backward_seconds=BACKWARD * forward + again,
+            backward_seconds=backward,
             up_nbytes=up_nbytes,
             down_nbytes=sum(layer.down_nbytes for k, layer in enumerate(self.layers) if k not in there),
             passed_nbytes=sum(self.layers[k].home_nbytes for k in through),
@@ -195,7 +194,7 @@ class _Point:
             through = _spread(candidates, count)
             up = max(0, found.up_nbytes - sum(self.layers[k].nbytes for k in through))
             work = self.work(found.device, found.kept, through, up)
-            best = min(best, (seconds(work, self.rates, overlapped=self.overlapped, judged=self.judged), count))
+            best = min(best, (self._seconds(work), count))
         return _spread(candidates, best[1])
 
 

@@ -40,7 +40,6 @@ class LayerCost:
     kept_nbytes: int = 0
     again_seconds: float = 0.0
     recomputable: bool = False
-    recomputed: bool = False  # whatever is chosen
     movable: bool = True  # its home may be the device
     fixed: bool = False  # its home is the device: the host has no room for it
     passable: bool = False  # its masters and states may pass through the device, `home_nbytes` of them

@@ -106,8 +106,8 @@ class SpillQueue:
             self._closed = True
             self._waiting.clear()
             self._ready.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # which may be the last to let go of the queue's owner
+        if threading.current_thread() not in self._threads:  # one of which may be the last to let go of the queue's owner
+            for thread in self._threads:
                 thread.join()
 
     def _run(self) -> None:

@@ -142,38 +142,41 @@ class DiskUpdates:
     def _moved(self, tile: _Tile, stage: list[torch.Tensor], way: int, error: BaseException | None) -> None:
         """In one of the disk's threads, when it is done with a tile."""
         try:
-            if error is None and way == READ:
+            if error is not None:
+                self._fail(error)
+            elif way == READ:
+                self._count_bytes(tile, stage, way)
                 self._worker.submit(tile.update.layer, partial(self._update, tile, stage), tile.update.come)
+            else:
+                self._count_bytes(tile, stage, way)
+                self._written(tile, stage)
         except BaseException as caught:
-            error = caught
-        with self._changed:
-            self._moving -= 1
-            self._changed.notify_all()
-            if error is None:
-                error = self._arrived(tile, stage, way)
-        if error is not None:
-            self._fail(error)
+            self._fail(caught)
+        finally:
+            with self._changed:
+                self._moving -= 1
+                self._changed.notify_all()
 
-    def _arrived(self, tile: _Tile, stage: list[torch.Tensor], way: int) -> BaseException | None:
-        """Count a tile, and go on with the next; under the lock."""
-        traffic, update = self._store.spill.traffic, tile.update
-        moved = self._store.spill.part(self._store.homes[update.layer], stage, slice(0, tile.stop - tile.start))
+    def _count_bytes(self, tile: _Tile, stage: list[torch.Tensor], way: int) -> None:
+        moved = self._store.spill.part(self._store.homes[tile.update.layer], stage, slice(0, tile.stop - tile.start))
         nbytes = sum(tensor.nbytes for tensor in moved)
-        if way == READ:
-            traffic.read_nbytes += nbytes
-            return None
-        traffic.written_nbytes += nbytes
-        self._busy.remove(tile.key)
-        if not self._over:
-            self._store.spill.free.append(stage)  # before the gate opens: who waits for it may let the stages go
-            try:
+        with self._changed:
+            if way == READ:
+                self._store.traffic.read_nbytes += nbytes
+            else:
+                self._store.traffic.written_nbytes += nbytes
+
+    def _written(self, tile: _Tile, stage: list[torch.Tensor]) -> None:
+        """The stage is free for the next tile."""
+        update = tile.update
+        with self._changed:
+            self._busy.remove(tile.key)
+            if not self._over:
+                self._store.spill.free.append(stage)  # before the gate opens: who waits for it may let the stages go
                 self._next()
-            except BaseException as error:
-                return error
-        update.to_write -= 1
-        if not update.to_write:
-            self._worker.keep(update.written)
-        return None
+            update.to_write -= 1
+            if not update.to_write:
+                self._worker.keep(update.written)
 
     def _update(self, tile: _Tile, stage: list[torch.Tensor]) -> None:
         """In the worker."""

@@ -209,8 +209,7 @@ class Engine:
             self.broken = f"step {self.steps} failed in its update ({type(error).__name__}: {error})"
             raise
         self.steps += 1
-        if self._traced:
-            self.planning.digest(plan, self._trace, self.residents.kept_nbytes, self.residents.timing.best)
+        self.planning.learn(plan, self._trace if self._traced else None, self.residents)
         self.seconds = time.perf_counter() - start
         self.host_seconds = self.updating.worker.lap()
         return loss

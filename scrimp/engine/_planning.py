@@ -21,10 +21,12 @@ from scrimp.chunks._store import Store
 from scrimp.chunks._through import stages_nbytes
 from scrimp.engine._batch import Signature, covers
 from scrimp.engine._forward import Recompute
+from scrimp.engine._resident import Residents
 from scrimp.engine._world import agreed
 from scrimp.errors import FitError
 
 MOST_PLANS, MOST_SIZES = 64, 255
+WORTH_MOVING = 0.02  # of a step's seconds
 MOST_REPLANS = 3  # a model that asks in another order every step is not planned for any more
 
 
@@ -40,6 +42,7 @@ class Planned:
     costs: tuple[LayerCost, ...] = ()
     again: frozenset[int] = frozenset()
     replans: int = 0
+    looked: bool = False  # again, with what was measured
 
 
 class Planning:
@@ -53,6 +56,7 @@ class Planning:
         self.overlapped = store.lanes.overlapped
         self.judged = True  # no update before all gradients were looked at
         self.current: Planned | None = None
+        self._digested: Planned | None = None  # the last one that was made
         self._updates, self._best_update = 0, 0.0
         self._plans: dict[Signature | bytes, Planned] = {}
         self._homes: frozenset[int] | None = None  # on the device; None: not chosen yet
@@ -117,35 +121,32 @@ class Planning:
             self.rates = replace(self.rates, host=self._best_update)
         self._updates += 1
 
-    def digest(self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]) -> None:
-        """Learn from a step that traced; homes may move to the device."""
+    def learn(self, plan: Planned, trace: list[Moment] | None, residents: Residents) -> None:
+        """After a step; with its moments, if it traced."""
+        timing = residents.timing
+        if trace is not None:
+            self._digest(plan, trace, residents.kept_nbytes, timing.best)
+        elif timing.settled and timing.whole is not None and plan is self._digested:
+            self._look_again(plan, timing.whole)
+
+    def _digest(self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]) -> None:
+        """Learn from a step that traced; homes may move to the device. How long things take is hardly known yet: so as
+        many as possible, and those that do not pay move back when it is (`_look_again`)."""
         plan.replans += 1
         if plan.replans > MOST_REPLANS + 2:
             return
         if plan.kept is None or not plan.costs:
             plan.costs = self._costs(kept_nbytes, seconds)
         trace = self._largest(trace)
-        moments = [replace(moment, room_nbytes=self.room_nbytes - moment.room_nbytes) for moment in trace]
         again = plan.again = self.recompute.again
         may_keep = plan.kept is None and self.mode == "auto"
         keepable = again if may_keep else frozenset[int]()
         costs = [
-            replace(self._restricted(k, cost), recomputable=k in keepable, recomputed=k in again - keepable)
-            for k, cost in enumerate(plan.costs)
+            replace(self._restricted(k, cost), passable=False, recomputable=k in keepable) for k, cost in enumerate(plan.costs)
         ]
         self.rates = agreed(self.store.wire, self.rates)
-        update_room = self.room_nbytes - self.stage_nbytes
         try:
-            choice = choose(
-                moments,
-                costs,
-                self.rates,
-                update_room_nbytes=update_room,
-                stages_nbytes=stages_nbytes(self.store.optimizer.states + 1),
-                world=self.store.wire.world,
-                overlapped=self.overlapped,
-                judged=self.judged,
-            )
+            choice = self._choose(trace, costs)
         except FitError:  # it ran, if only just: go on holding the least
             plan.kept = plan.kept or frozenset()
             return
@@ -154,6 +155,42 @@ class Planning:
             if choice.kept:
                 return  # one more step shows what keeping them takes
         plan.kept = plan.kept or frozenset()
+        plan.looked, self._digested = False, plan
+        self._take(plan, choice, trace)
+
+    def _look_again(self, plan: Planned, compute: tuple[float, float]) -> None:
+        """Once the schedule has run a few times: with the seconds of compute that were measured then, and the best of the
+        host's updates, other homes may be better; and where copies overlap, masters and states may pass."""
+        if plan.looked or plan.choice is None or not self.overlapped or self.store.wire.world > 1:
+            return
+        plan.looked = True
+        if self._through == frozenset():
+            self._through = None
+        costs = [self._restricted(k, cost) for k, cost in enumerate(plan.costs)]
+        now, trace = plan.choice, list(plan.trace)
+        same = [replace(cost, movable=k in now.device, fixed=k in now.device, passable=False) for k, cost in enumerate(costs)]
+        try:
+            before, after = self._choose(trace, same, compute), self._choose(trace, costs, compute)
+        except FitError:
+            return
+        if after.seconds < (1 - WORTH_MOVING) * before.seconds:
+            self._take(plan, after, trace)
+        else:
+            self._through = now.through
+
+    def _choose(self, trace: list[Moment], costs: list[LayerCost], compute: tuple[float, float] | None = None) -> Choice:
+        return choose(
+            [replace(moment, room_nbytes=self.room_nbytes - moment.room_nbytes) for moment in trace],
+            costs,
+            self.rates,
+            update_room_nbytes=self.room_nbytes - self.stage_nbytes,
+            stages_nbytes=stages_nbytes(self.store.optimizer.states + 1),
+            world=self.store.wire.world,
+            compute=compute,
+            judged=self.judged,
+        )
+
+    def _take(self, plan: Planned, choice: Choice, trace: list[Moment]) -> None:
         plan.choice, plan.trace = choice, tuple(trace)
         plan.expected = tuple(moment.needs for moment in trace)
         self._move_homes(plan, choice.device, choice.through)

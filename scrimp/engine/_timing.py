@@ -75,6 +75,11 @@ class Timing:
             self._since = (backward, self._mark())
 
     @property
+    def settled(self) -> bool:
+        """Enough steps like this one were timed."""
+        return self._steps >= STEPS
+
+    @property
     def _on(self) -> bool:
         return self._steps <= STEPS or self._steps & (self._steps - 1) == 0
 

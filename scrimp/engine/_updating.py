@@ -88,7 +88,7 @@ class Updating:
 
     def start(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
         """Let the worker update a layer as soon as its gradients are down, and its states read if they are on disk."""
-        if self.store.homes[layer].place == DISK:
+        if self.store.homes[layer].place == DISK and self.store.home_nbytes(layer)[2]:
             self._disk.start(layer, slots, numbers, step, scale)
             return
         if self.store.homes[layer].place == THROUGH:
