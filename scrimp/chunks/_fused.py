@@ -1,8 +1,11 @@
-"""The device's update by one Triton kernel (`_fused_kernels.py`): 28 bytes per parameter, and no stage for gradients.
+"""The device's update by one Triton kernel (`_fused_kernels.py`): 28 bytes per parameter, 16.25 with states of 8 bits, and no
+stage for gradients or for coding.
 
 It is used where Triton is, where it compiles, and where a trial comes within one ulp of torch's own fused kernels; torch's
-are used otherwise, tile by tile. The trial also compiles what the engine will ask for, before any step. Nothing here
-waits for the device once that is done: what changes from step to step goes as arguments, or is computed there.
+are used otherwise, tile by tile. Codes are rounded at random: equal moments have equal codes, but an ulp of a moment, or of
+its block's scale, may turn one in some hundred thousand. The trial also compiles what the engine will ask for, before any
+step. Nothing here waits for the device once that is done: what changes from step to step goes as arguments, or is computed
+there.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from typing import Any
 
 import torch
 
-from scrimp.chunks import _torch_fused
+from scrimp.chunks import _codec, _torch_fused
+from scrimp.chunks._codec import Coder, coder_numel, fields, seed
 from scrimp.chunks._home import Piece
 from scrimp.chunks._optim import SGD, AdamW, Optimizer
 
 BLOCK, WARPS = 1024, 8  # four numbers a thread: 16 bytes of fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED = 2 * BLOCK + 5  # whole blocks and a rest
+MOST_OTHER = 1 / 512  # of the codes that an ulp may turn, in a trial; with other random bits half of them would differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +38,17 @@ class Kind:
     adamw: bool
     buffered: bool = False
     nesterov: bool = False
+    coded: bool = False
 
 
 def kinds(optimizers: Iterable[Optimizer], dtypes: Iterable[torch.dtype]) -> frozenset[Kind]:
-    shapes = {
-        (True, False, False) if isinstance(o, AdamW) else (False, bool(o.momentum), bool(o.momentum) and o.nesterov)
-        for o in optimizers
-    }
-    return frozenset(Kind(dtype=d, adamw=a, buffered=b, nesterov=n) for d in {*dtypes} for a, b, n in shapes)
+    def kind(o: Optimizer, dtype: torch.dtype) -> Kind:
+        if isinstance(o, AdamW):
+            return Kind(dtype=dtype, adamw=True, coded=o.state != "fp32")
+        return Kind(dtype=dtype, adamw=False, buffered=bool(o.momentum), nesterov=bool(o.momentum) and o.nesterov)
+
+    chosen = list(optimizers)
+    return frozenset(kind(optimizer, dtype) for dtype in {*dtypes} for optimizer in chosen)
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Fused:
         self, optimizer: Optimizer, lr: float, count: int, piece: Piece, weight: torch.Tensor | None, scale: torch.Tensor | None
     ) -> None:
         """`count`: how often the parameter was updated, this time included."""
-        _check(piece, weight, scale)
+        _check(optimizer, piece, weight, scale)
         numel, device = piece.master.numel(), piece.master.device
         if not numel:
             return
@@ -66,10 +74,13 @@ class Fused:
             if isinstance(optimizer, AdamW):
                 betas = optimizer.betas
                 known = self._number((*here, betas), count, lambda: _corrections(betas, count, device))
-                self.kernels.adamw[grid](
-                    piece.master, *piece.states, piece.gradient, target, factor, known, numel,
-                    *map(float, (lr, *betas, optimizer.eps, optimizer.weight_decay)), **options,
-                )  # fmt: skip
+                tensors = (piece.master, *piece.states, piece.gradient, target, factor, known)
+                numbers = [*map(float, (lr, *betas, optimizer.eps, optimizer.weight_decay))]
+                if optimizer.state == "fp32":
+                    self.kernels.adamw[grid](*tensors, numel, *numbers, **options)
+                    return
+                start = seed(piece.inside.start, count)
+                self.kernels.adamw_coded[grid](*tensors, numel, start, *numbers, coded=_codec.BLOCK, **options)
                 return
             momentum, buffered = optimizer.momentum, optimizer.momentum != 0
             carry, take = (0, 1) if count == 1 else (momentum, 1 - optimizer.dampening)
@@ -98,16 +109,22 @@ def _fp32(value: float, device: torch.device) -> torch.Tensor:
     return torch.full((), float(value), dtype=torch.float32, device=device)  # filled there: no copy to wait for
 
 
-def _check(piece: Piece, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-    fp32 = [piece.master, *piece.states, *([] if scale is None else [scale])]
-    flat = [piece.master, *piece.states, piece.gradient, *([] if weight is None else [weight])]
+def _check(optimizer: Optimizer, piece: Piece, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+    numel, device = piece.master.numel(), piece.master.device
+    kept = fields(len(piece.states), "fp32") if optimizer.state == "fp32" else optimizer.fields  # a group may use none
+    narrow = [piece.gradient, *([] if weight is None else [weight])]
+    fp32 = [piece.master, *([] if scale is None else [scale])]
     if (
         any(tensor.dtype != torch.float32 for tensor in fp32)
-        or any(not t.is_contiguous() or t.numel() != piece.master.numel() or t.device != piece.master.device for t in flat)
-        or piece.gradient.dtype not in DTYPES
-        or (scale is not None and (scale.numel() != 1 or scale.device != piece.master.device))
+        or any(tensor.dtype not in DTYPES or tensor.numel() != numel for tensor in narrow)
+        or [(s.dtype, s.numel()) for s in piece.states] != [(field.dtype, field.numel(numel)) for field in kept]
+        or any(not tensor.is_contiguous() or tensor.device != device for tensor in (*fp32, *narrow, *piece.states))
+        or (scale is not None and scale.numel() != 1)
     ):
-        raise ValueError("the device's kernel is for contiguous tensors of one size on one device: fp32 but gradient and weight")
+        raise ValueError(
+            "the device's kernel is for contiguous tensors of one size on one device: fp32 but gradient and weight, and states "
+            "as the optimizer keeps them"
+        )
 
 
 def fused(device: torch.device, wanted: frozenset[Kind]) -> Fused | None:
@@ -146,28 +163,37 @@ def _kernels() -> Any:
 
 
 def _tried(kernel: Fused, device: torch.device, kind: Kind) -> bool:
-    """Whether two updates come within one ulp of torch's."""
-    optimizer: Optimizer = AdamW(weight_decay=0.1)
+    """Whether two updates come within one ulp of torch's, and codes are those of `_codec`."""
+    optimizer: Optimizer = AdamW(weight_decay=0.1, state="int8" if kind.coded else "fp32")
     if not kind.adamw:
         optimizer = SGD(weight_decay=0.1, momentum=0.9 * kind.buffered, dampening=0.0, nesterov=kind.nesterov)
     random = torch.Generator().manual_seed(0)
     drawn = [torch.randn(TRIED, generator=random, dtype=torch.float32, device="cpu") for _ in range(4)]
     master, *states, gradient = [values.to(device) for values in (drawn[0], drawn[1], drawn[2].square(), drawn[3])]
     states, gradient = states[: optimizer.states], gradient.to(kind.dtype)
-    own = kind.dtype == torch.float32
+    own, span = kind.dtype == torch.float32, slice(0, TRIED)
+    coder = Coder(torch.empty(coder_numel(TRIED), dtype=torch.float32, device=device))
+    if kind.coded:
+        for row, values in zip(coder.moments(span), states, strict=True):
+            row.copy_(values)
+        states = [torch.empty(field.numel(TRIED), dtype=field.dtype, device=device) for field in optimizer.fields]
+        coder.encode(states, span, place=0, count=0)
     for count in (1, 3):
         weight = None if own else gradient.clone()
         piece = Piece(
-            inside=slice(0, TRIED),
+            inside=span,
             weight=master if weight is None else weight,
             gradient=gradient if weight is None else weight,
             master=master.clone(),
             states=[state.clone() for state in states],
         )
         kernel.apply(optimizer, 0.01, count, piece, weight, None)
-        _torch_fused.update(optimizer, 0.01, count, master, gradient.float(), states)
+        moments = coder.decode(states, span) if kind.coded else states
+        _torch_fused.update(optimizer, 0.01, count, master, gradient.float(), moments)
+        if kind.coded:
+            coder.encode(states, span, place=0, count=count)
         pairs = zip((piece.master, *piece.states), (master, *states), strict=True)
-        if not all(within_an_ulp(mine, other) for mine, other in pairs):
+        if not all((within_an_ulp if mine.is_floating_point() else nearly_all)(mine, other) for mine, other in pairs):
             return False
         if weight is not None and not torch.equal(weight, piece.master.to(kind.dtype)):
             return False
@@ -178,3 +204,9 @@ def within_an_ulp(mine: torch.Tensor, other: torch.Tensor) -> bool:
     """Of fp32 tensors: equal, or neighbours."""
     towards = torch.nextafter(other, mine)
     return bool(((mine == towards) | (mine.isnan() & other.isnan())).all())
+
+
+def nearly_all(mine: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of codes: equal, but for a few that are neighbours."""
+    apart = (mine.int() - other.int()).abs()
+    return bool((apart <= 1).all()) and bool(apart.sum() <= MOST_OTHER * apart.numel())

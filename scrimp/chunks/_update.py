@@ -47,7 +47,8 @@ class Updater:
     def __init__(self, device: torch.device, largest_numel: int, fused: Fused | None = None, state: str = "fp32") -> None:
         self.tile = _tile_numel(device, state)
         self.stage = torch.empty(stage_numel(device, largest_numel, fused, state), dtype=torch.float32, device=device)
-        self.coder = None if state == "fp32" else Coder(self.stage[padded(min(self.tile, largest_numel)) :])
+        coded = state != "fp32" and fused is None
+        self.coder = Coder(self.stage[padded(min(self.tile, largest_numel)) :]) if coded else None
         self.native = native() if device.type == "cpu" else None
         self.fused = fused
 

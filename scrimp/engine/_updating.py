@@ -38,7 +38,7 @@ class Updating:
         self._host = Updater(torch.device("cpu"), self._largest, state=self._state)
         meter.ignore(self._host.stage)
         dtypes = {store.dtype_of(layer) for layer in range(len(store.table.layers))}
-        self._fused = fused(store.device, kinds(optimizers.values(), dtypes)) if self._state == "fp32" else None
+        self._fused = fused(store.device, kinds(optimizers.values(), dtypes))
         self._hire()
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
         self._numel, self._seconds = 0, 0.0
