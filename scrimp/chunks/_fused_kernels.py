@@ -4,7 +4,7 @@
 AdamW's arithmetic is torch's (fused_adam_utils.cuh), all of it in fp32: settings rounded to fp32, moments by two fused
 multiply-adds, weight decay by one (nvcc contracts it), divisions and roots rounded correctly. Nothing else here could be
 contracted. The bias corrections come as numbers on the device, since torch raises the betas to a power there, in fp32.
-SGD's is torch's too (FusedSgdKernel.cu): every line in fp64, rounded to fp32 at its end. Moments of 8 bits are decoded before
+SGD's is torch's too (FusedSgdKernel.cu): in fp32, every sum with a product in it by a fused multiply-add, as nvcc contracts it. Moments of 8 bits are decoded before
 AdamW's arithmetic, and encoded after it (`_fused_codec.py`).
 
 Only `_fused.py` imports this file: Triton need not be there. Its annotations are Triton's types, not text, and say that
@@ -135,11 +135,11 @@ def sgd(
     weight,
     scale,
     numel: tl.int64,
-    lr: tl.float64,
-    momentum: tl.float64,
-    carry: tl.float64,
-    take: tl.float64,
-    decay: tl.float64,
+    lr: tl.float32,
+    momentum: tl.float32,
+    carry: tl.float32,
+    take: tl.float32,
+    decay: tl.float32,
     buffered: tl.constexpr,
     nesterov: tl.constexpr,
     own_master: tl.constexpr,
@@ -167,15 +167,15 @@ def _sgd(
 ):  # fmt: skip
     g = tl.load(gradient + at, mask).to(tl.float32) * tl.load(scale)
     p = tl.load(master + at, mask)
-    g = (g.to(tl.float64) + decay * p.to(tl.float64)).to(tl.float32)
+    g = tl.fma(p, decay, g)
     if buffered:
-        kept = carry * tl.load(buffer + at, mask).to(tl.float64) + take * g.to(tl.float64)
-        tl.store(buffer + at, kept.to(tl.float32), mask)
+        kept = tl.fma(tl.load(buffer + at, mask), carry, take * g)
+        tl.store(buffer + at, kept, mask)
         if nesterov:
-            g = (g.to(tl.float64) + momentum * kept).to(tl.float32)
+            g = tl.fma(kept, momentum, g)
         else:
-            g = kept.to(tl.float32)
-    p = (p.to(tl.float64) - lr * g.to(tl.float64)).to(tl.float32)
+            g = kept
+    p = tl.fma(-lr, g, p)
     tl.store(master + at, p, mask)
     if not own_master:
         tl.store(weight + at, p.to(weight.dtype.element_ty), mask)
