@@ -4,8 +4,8 @@
 AdamW's arithmetic is torch's (fused_adam_utils.cuh), all of it in fp32: settings rounded to fp32, moments by two fused
 multiply-adds, weight decay by one (nvcc contracts it), divisions and roots rounded correctly. Nothing else here could be
 contracted. The bias corrections come as numbers on the device, since torch raises the betas to a power there, in fp32.
-SGD's is torch's too (FusedSgdKernel.cu): in fp32, every sum with a product in it by a fused multiply-add, as nvcc contracts it. Moments of 8 bits are decoded before
-AdamW's arithmetic, and encoded after it (`_fused_codec.py`).
+SGD's is torch's too (FusedSgdKernel.cu): in fp32, every sum with a product in it by a fused multiply-add, as nvcc contracts
+it. Moments of 8 bits are decoded before AdamW's arithmetic, and encoded after it (`_fused_codec.py`).
 
 Only `_fused.py` imports this file: Triton need not be there. Its annotations are Triton's types, not text, and say that
 numbers which change from step to step are not compiled in.
