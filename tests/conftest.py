@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from scrimp.ext.ranks import RankPool, close_pools, pool
@@ -46,3 +48,18 @@ def ranks4() -> RankPool:
 def _end_pools() -> Iterator[None]:
     yield
     close_pools()
+
+
+@pytest.fixture
+def _same_kernels_every_time() -> Iterator[None]:
+    """What is compared is the engine: PyTorch itself must give equal bits for equal calls."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cudnn.benchmark = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+        yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.enable_mem_efficient_sdp(True)

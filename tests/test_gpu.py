@@ -9,8 +9,6 @@ import copy
 import os
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,21 +60,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def fused(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5, fused=True)
-
-
-@pytest.fixture
-def _same_kernels_every_time() -> Iterator[None]:
-    """What is compared is the engine: PyTorch itself must give equal bits for equal calls."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cudnn.benchmark = False
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*deterministic.*")
-        yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cuda.enable_flash_sdp(True)
-    torch.backends.cuda.enable_mem_efficient_sdp(True)
 
 
 def model_and_batches(name: str, steps: int = 8, **shape: int) -> tuple[torch.nn.Module, list[tuple[torch.Tensor, ...]]]:

@@ -4,7 +4,8 @@ Where copies and updates run beside compute (`overlapped`), a step takes the lon
 
     compute          forward, backward, recomputation, and updates on the device
     the link         weights up, gradients down, and masters and states that pass, each way
-    host memory      what the host's update reads and writes, and every byte that crosses the link, over the host's rate
+    host memory      what the host's update reads and writes, over the rate that it reaches beside those copies; what passes
+                     takes some of that rate away
 
 If gradients are judged before any update, there are two such parts: backward with its copies down; then updates, copies up
 and the next forward. Without overlap it is the sum of all.
@@ -14,18 +15,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARED = 0.6  # of the link's rate is left for states that pass, while the host's update wants the same memory
 TIE = 1e-3  # of equal steps the one that does less
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Bytes per second: over the link up and down, and touched by an update on the host and on the device."""
+    """Bytes per second: over the link up and down, and touched by an update on the host and on the device. `shared`: over
+    the link, each way, while the host updates; each byte that passes then takes `price` of those that the update touches.
+    Nothing passes where these are not known."""
 
     up: float
     down: float
     host: float
     device: float
+    shared: float = 0.0
+    price: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +65,12 @@ class Work:
 def seconds(work: Work, rates: Rates, *, overlapped: bool, judged: bool) -> float:
     device = work.device_nbytes / rates.device
     up, down = work.up_nbytes / rates.up, work.down_nbytes / rates.down
-    passed_up, passed_down = work.passed_nbytes / (SHARED * rates.up), work.passed_nbytes / (SHARED * rates.down)
-    crossing = work.up_nbytes + 2 * work.passed_nbytes
-    host = work.host_nbytes / rates.host
-    everything = work.forward_seconds + work.backward_seconds + device + up + down + passed_up + passed_down + host
+    passed = work.passed_nbytes / rates.shared if work.passed_nbytes else 0.0
+    host = (work.host_nbytes + rates.price * work.passed_nbytes) / rates.host
+    everything = work.forward_seconds + work.backward_seconds + device + up + down + 2 * passed + host
     if not overlapped:
         return everything
     forward = work.forward_seconds + device
     if judged:
-        before = max(work.backward_seconds, down)
-        after = max(forward, up + passed_up, passed_down, host + crossing / rates.host)
-        return before + after + TIE * everything
-    memory = host + (crossing + work.down_nbytes) / rates.host
-    return max(forward + work.backward_seconds, up + passed_up, down + passed_down, memory) + TIE * everything
+        return max(work.backward_seconds, down) + max(forward, up + passed, host) + TIE * everything
+    return max(forward + work.backward_seconds, up + passed, down + passed, host) + TIE * everything

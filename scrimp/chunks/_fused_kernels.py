@@ -169,7 +169,7 @@ def _sgd(
     p = tl.load(master + at, mask)
     g = tl.fma(p, decay, g)
     if buffered:
-        kept = tl.fma(tl.load(buffer + at, mask), carry, take * g)
+        kept = tl.fma(take, g, tl.load(buffer + at, mask) * carry)
         tl.store(buffer + at, kept, mask)
         if nesterov:
             g = tl.fma(kept, momentum, g)

@@ -20,7 +20,7 @@ from scrimp.chunks._home import Home, Opened, Piece
 from scrimp.chunks._lanes import Event
 from scrimp.chunks._table import Slot
 
-TILE, STAGES = 4 << 20, 3  # elements; one stage comes up, one is updated, one goes down
+TILE, STAGES = 16 << 20, 3  # elements; one stage comes up, one is updated, one goes down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ def tiles(slots: Sequence[Slot], counts: Sequence[int], most: int) -> list[Tile]
     return found
 
 
-def stages_nbytes(tensors: int) -> int:
-    return 4 * TILE * STAGES * tensors
+def stages_nbytes(tensors: int, largest_numel: int) -> int:
+    return 4 * min(TILE, largest_numel) * STAGES * tensors
 
 
 def pin(home: Home) -> None:
@@ -77,11 +77,13 @@ class Passed:
 
 
 class Through:
-    """`tensors`: masters and states of a layer."""
+    """`tensors`: masters and states of a layer, of which none is larger than `largest_numel`."""
 
-    def __init__(self, device: torch.device, tensors: int) -> None:
-        self.tile = TILE
-        self.stages = [[torch.empty(TILE, dtype=torch.float32, device=device) for _ in range(tensors)] for _ in range(STAGES)]
+    def __init__(self, device: torch.device, tensors: int, largest_numel: int) -> None:
+        self.tile = min(TILE, largest_numel)
+        self.stages = [
+            [torch.empty(self.tile, dtype=torch.float32, device=device) for _ in range(tensors)] for _ in range(STAGES)
+        ]
         self._free: list[Event] = [None] * STAGES
         self._home: dict[int, Event] = {}  # by layer: all of it is down
         self._turn = 0

@@ -27,15 +27,12 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
-from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._home import DEVICE, THROUGH
 from scrimp.chunks._residency import least_fetched_nbytes
 from scrimp.chunks._store import Store
 from scrimp.cluster import Machine
 from scrimp.engine._planning import Planned
-from scrimp.engine._probe import is_probed, probe
+from scrimp.engine._probe import probe_at_rest
 from scrimp.errors import RunError
 from scrimp.ledger import format_nbytes
 
@@ -185,7 +182,7 @@ def bound(engine: Engine) -> Bound:
     plan = planning.current
     if plan is None or plan.choice is None:
         raise RunError("no bound yet: the first steps trace the model; ask again after a step or two more")
-    machine = _probed(engine)
+    machine = probe_at_rest(engine.store)
     store, rates = planning.store, planning.rates
     load = _load(engine, plan)
     up, down = load.fresh_nbytes + load.again_nbytes, load.down_nbytes
@@ -234,20 +231,6 @@ def _load(engine: Engine, plan: Planned) -> Load:
         passed_nbytes=sum(c.home_nbytes for k, c in enumerate(plan.costs) if store.homes[k].place == THROUGH),
         disk=store.spill.least_seconds(),
     )
-
-
-def _probed(engine: Engine) -> Machine:
-    """The machine's figures; measured now if nobody has, while the engine's own thread is at rest. The buffers that this
-    takes on the device are not the model's."""
-    if not is_probed(engine.device):
-        engine.wait()
-    if isinstance(engine.meter, CudaMeter):
-        engine.meter.before_change()
-    try:
-        return probe(engine.device)
-    finally:
-        if isinstance(engine.meter, CudaMeter):
-            torch.cuda.reset_peak_memory_stats(engine.device)
 
 
 def _gradients_nbytes(store: Store, layer: int) -> int:

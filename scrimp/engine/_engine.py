@@ -151,7 +151,7 @@ class Engine:
         self.recompute = Recompute()
         watch_layers(model, self.residents, self.recompute)
         self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
-        self.planning.stage_nbytes = self.updating.stage_nbytes
+        self.planning.stage_nbytes, self.planning.before_passing = self.updating.stage_nbytes, self.updating.before_passing
         self.updating.saw = self.planning.saw_update
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False

@@ -47,12 +47,16 @@ class _Pass:
         self.updater.apply(self.optimizers[part.slot.name], self.step, part.count, piece, self.scale, own_master=False)
 
 
+def largest_numel(store: Store) -> int:
+    return max(store.shards.trained_numel(layer) for layer in range(len(store.homes)))
+
+
 class Passing:
     def __init__(self, store: Store, optimizers: dict[str, Optimizer], meter: CpuMeter | CudaMeter, updater: Updater) -> None:
         self.store = store
         self._optimizers = optimizers
         self._updater = updater
-        self._through = Through(store.device, store.optimizer.states + 1)
+        self._through = Through(store.device, store.optimizer.states + 1, largest_numel(store))
         for tensor in (tensor for stage in self._through.stages for tensor in stage):
             meter.ignore(tensor)
         store.ledger.charge("optimizer", self._through.nbytes)

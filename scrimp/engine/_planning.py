@@ -9,6 +9,7 @@ uses the schedule of a larger one. All ranks decide alike: they compare what the
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,12 +22,14 @@ from scrimp.chunks._store import Store
 from scrimp.chunks._through import stages_nbytes
 from scrimp.engine._batch import Signature, covers
 from scrimp.engine._forward import Recompute
+from scrimp.engine._passing import largest_numel
+from scrimp.engine._probe import beside_updates
 from scrimp.engine._resident import Residents
 from scrimp.engine._world import agreed
 from scrimp.errors import FitError
 
 MOST_PLANS, MOST_SIZES = 64, 255
-WORTH_MOVING = 0.02  # of a step's seconds
+WORTH_PASSING = 0.2  # of a step's seconds, predicted: copies, updates and compute never overlap quite so well
 MOST_REPLANS = 3  # a model that asks in another order every step is not planned for any more
 
 
@@ -42,7 +45,6 @@ class Planned:
     costs: tuple[LayerCost, ...] = ()
     again: frozenset[int] = frozenset()
     replans: int = 0
-    most: frozenset[int] = frozenset()  # homes on the device, when there were as many as possible
     looked: bool | None = None  # again, with what was measured; for steps whose gradients are judged, or are not
 
 
@@ -56,6 +58,7 @@ class Planning:
         self.stage_nbytes = 0  # what an update on the device needs besides
         self.overlapped = store.lanes.overlapped
         self.judged = True  # no update before all gradients were looked at
+        self.before_passing: Callable[[], None] = lambda: None  # makes the stages
         self.current: Planned | None = None
         self._digested: Planned | None = None  # the last one that was made
         self._updates, self._best_update = 0, 0.0
@@ -131,8 +134,7 @@ class Planning:
             self._look_again(plan, timing.whole)
 
     def _digest(self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]) -> None:
-        """Learn from a step that traced; homes may move to the device. How long things take is hardly known yet: so as
-        many as possible, and those that do not pay move back when it is (`_look_again`)."""
+        """Learn from a step that traced; homes may move to the device."""
         plan.replans += 1
         if plan.replans > MOST_REPLANS + 2:
             return
@@ -156,24 +158,29 @@ class Planning:
             if choice.kept:
                 return  # one more step shows what keeping them takes
         plan.kept = plan.kept or frozenset()
-        plan.most, plan.looked, self._digested = choice.device, None, plan
+        plan.looked, self._digested = None, plan
         self._take(plan, choice, trace)
 
     def _look_again(self, plan: Planned, compute: tuple[float, float]) -> None:
-        """Once the schedule has run a few times: with the seconds of compute that were measured then, and the best of the
-        host's updates, other homes may be better; and where copies overlap, masters and states may pass."""
+        """Once the schedule has run a few times, and where copies overlap: if the host's updates are what the step waits
+        for, masters and states may pass through the device instead. What that costs is measured then."""
         if plan.looked == self.judged or plan.choice is None or not self.overlapped or self.store.wire.world > 1:
             return
         plan.looked = self.judged
-        costs = [replace(cost, movable=k in plan.most) for k, cost in enumerate(plan.costs)]
         now, trace = plan.choice, list(plan.trace)
-        same = [replace(c, movable=k in now.device, fixed=k in now.device, passable=False) for k, c in enumerate(costs)]
+        costs = [replace(c, movable=k in now.device, fixed=k in now.device) for k, c in enumerate(plan.costs)]
         try:
-            before, after = self._choose(trace, same, compute), self._choose(trace, costs, compute)
+            before = self._choose(trace, [replace(cost, passable=False) for cost in costs], compute)
+            if not now.through and before.seconds < (1 + WORTH_PASSING) * sum(compute):
+                return
+            if not self.rates.shared:
+                self.rates = beside_updates(self.rates, self.store)
+            after = self._choose(trace, costs, compute)
         except FitError:
             return
-        if now.through or after.seconds < (1 - WORTH_MOVING) * before.seconds:
-            self._take(plan, after, trace)
+        worth = after.seconds < (1 - WORTH_PASSING) * before.seconds
+        if now.through or worth:
+            self._take(plan, after if worth else before, trace)
 
     def _choose(self, trace: list[Moment], costs: list[LayerCost], compute: tuple[float, float] | None = None) -> Choice:
         return choose(
@@ -181,7 +188,7 @@ class Planning:
             costs,
             self.rates,
             update_room_nbytes=self.room_nbytes - self.stage_nbytes,
-            stages_nbytes=stages_nbytes(self.store.optimizer.states + 1),
+            stages_nbytes=stages_nbytes(self.store.optimizer.states + 1, largest_numel(self.store)),
             world=self.store.wire.world,
             compute=compute,
             judged=self.judged,
@@ -204,6 +211,8 @@ class Planning:
         for layer in moving:  # first what makes room
             if store.homes[layer].place != HOST:
                 store.move_home(layer, HOST)
+        if through:
+            self.before_passing()
         for layer in moving:
             if places[layer] != HOST:
                 store.move_home(layer, places[layer])

@@ -17,7 +17,9 @@ from typing import TypeVar
 
 import torch
 
+from scrimp.chunks._costs import Rates
 from scrimp.chunks._rates import Copies, HostUpdate, best, device_memory, settle
+from scrimp.chunks._store import Store
 from scrimp.cluster import Machine
 from scrimp.engine._settings import pick_device
 from scrimp.errors import RunError
@@ -28,6 +30,7 @@ UPDATED, UPDATED_CPU = 1 << 25, 1 << 22  # parameters: 448 and 56 MiB
 SUSTAINED, SUSTAINED_CPU = 0.4, 0.05  # seconds of products
 COPIES, COPIES_CPU = 8, 3  # of each kind in a row
 ON_DISK, BLOCK = 64 << 20, 8 << 20
+SHARED = 0.6  # of the rate of copies both ways is left of it beside an update that wants the same memory
 
 Made = TypeVar("Made")
 
@@ -45,10 +48,6 @@ def probe(device: str | torch.device | None = None, disk: str | Path | None = No
     folder = Path(disk).resolve()
     read, written = _disks[folder] if folder in _disks else _disks.setdefault(folder, _disk(folder))
     return replace(machine, disk_read=read, disk_write=written)
-
-
-def is_probed(device: torch.device) -> bool:
-    return device in _machines
 
 
 def _measured(device: torch.device) -> Machine:
@@ -78,6 +77,24 @@ def _measured(device: torch.device) -> Machine:
     if cuda:
         torch.cuda.empty_cache()
     return machine
+
+
+def probe_at_rest(store: Store) -> Machine:
+    """Between two steps of an engine. The buffers that this takes on the device are not the model's."""
+    if store.device not in _machines:
+        store.wait()
+        store.before_change()
+        probe(store.device)
+        if store.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(store.device)
+    return probe(store.device)
+
+
+def beside_updates(rates: Rates, store: Store) -> Rates:
+    """With what copies and the host's update leave each other when both run."""
+    machine = probe_at_rest(store)
+    shared = SHARED * min(machine.up_both, machine.down_both)
+    return replace(rates, shared=shared, price=max(0.0, machine.host_update - machine.host_update_copying) / shared)
 
 
 def _that_fits(make: Callable[[int], Made], size: int) -> Made:

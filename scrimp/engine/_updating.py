@@ -63,6 +63,12 @@ class Updating:
         self._begun = []
         self._hire()
 
+    def before_passing(self) -> None:
+        """Make what updates that pass need; between steps, so that the meter does not take it for the model's."""
+        if self._passing is None:
+            assert self._state == "fp32"  # what passes is masters and states of one type; planning takes no others
+            self._passing = Passing(self.store, self.optimizers, self.meter, self._on_device())
+
     def check(self) -> None:
         """Raise what went wrong beside the steps, if something did."""
         self.worker.check()
@@ -101,9 +107,7 @@ class Updating:
             self._disk.start(layer, slots, numbers, step, scale)
             return
         if self.store.homes[layer].place == THROUGH:
-            if self._passing is None:
-                assert self._state == "fp32"  # what passes is masters and states of one type; planning takes no others
-                self._passing = Passing(self.store, self.optimizers, self.meter, self._on_device())
+            assert self._passing is not None
             self._passing.start(layer, slots, numbers, step, scale)
             return
         data, come = self.store.direct(layer), self.store.take_coming_home(layer)
