@@ -29,7 +29,7 @@ def machine() -> dict[str, str]:
         "cores": _cores,
         "memory": _memory,
         "available": _available,
-        "os": lambda: platform.platform(),
+        "os": lambda: f"{platform.system()} {platform.release().partition('-')[0]}",
         "load": _load,
         "python": platform.python_version,
         "torch": lambda: _version("torch"),
