@@ -1,0 +1,48 @@
+"""Entries as bytes: all places in their rows, 16 bits each, then all values. Rows come in order, so they need no number.
+
+Each of the two parts begins on a multiple of 8 bytes, so that it can be read where it lies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from scrimp.exchange._cut import COLUMNS, Cut
+
+BORDER = 8
+
+
+def packet_nbytes(cut: Cut, dtype: torch.dtype) -> int:
+    return _padded(2 * cut.entries) + _padded(dtype.itemsize * cut.entries)
+
+
+def pack(packet: torch.Tensor, cut: Cut, positions: torch.Tensor, values: torch.Tensor) -> None:
+    """Fill a packet's bytes."""
+    places, into = _parts(packet, cut, values.dtype)
+    places.copy_(positions.remainder(COLUMNS).to(torch.int32))  # the upper half become negative
+    into.copy_(values)
+
+
+def unpack(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and values."""
+    places, values = _parts(packet, cut, dtype)
+    positions = places.to(torch.int64).bitwise_and_(COLUMNS - 1)
+    whole = positions[: cut.rows * cut.per_row].view(cut.rows, cut.per_row)
+    whole.add_(torch.arange(cut.rows, device=packet.device)[:, None] * COLUMNS)
+    positions[cut.rows * cut.per_row :].add_(cut.rows * COLUMNS)
+    return positions, values
+
+
+def wrong(positions: torch.Tensor, cut: Cut) -> bool:
+    """Whether a place lies beyond the parameter, as no rank would send it."""
+    return bool((positions >= cut.numel).any())
+
+
+def _parts(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    start = _padded(2 * cut.entries)
+    places = packet[: 2 * cut.entries].view(torch.int16)
+    return places, packet[start : start + dtype.itemsize * cut.entries].view(dtype)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // BORDER) * BORDER
