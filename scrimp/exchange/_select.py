@@ -1,4 +1,4 @@
-"""The entries of largest magnitude, row by row, in memory that does not grow with the parameter."""
+"""The entries of largest magnitude, row by row; and taking them away."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import torch
 
 from scrimp.exchange._cut import COLUMNS, Cut
 
-PIECE = 16  # rows whose magnitudes are taken at a time: 4 MiB
 
-
-def select(values: torch.Tensor, cut: Cut) -> torch.Tensor:
+def select(values: torch.Tensor, how: Cut) -> torch.Tensor:
     """Positions of the largest of a flat tensor, row after row, int64; in no order within a row. Never one twice."""
-    if cut.everything:
-        return torch.arange(cut.numel, device=values.device)
-    found = torch.empty(cut.entries, dtype=torch.int64, device=values.device)
-    whole = found[: cut.rows * cut.per_row].view(cut.rows, cut.per_row)
-    rows = values[: cut.rows * COLUMNS].view(cut.rows, COLUMNS)
-    for start in range(0, cut.rows, PIECE):
-        largest = rows[start : start + PIECE].abs().topk(cut.per_row, dim=1, sorted=False).indices
-        first = torch.arange(start, start + largest.shape[0], device=values.device) * COLUMNS
-        torch.add(largest, first[:, None], out=whole[start : start + PIECE])
-    if cut.rest:
-        start = cut.rows * COLUMNS
-        largest = values[start:].abs().topk(cut.from_rest, sorted=False).indices
-        torch.add(largest, start, out=found[cut.rows * cut.per_row :])
-    return found
+    if how.everything:
+        return torch.arange(how.numel, device=values.device)
+    rows, border = how.rows, how.rows * COLUMNS
+    found = []
+    if rows:
+        largest = values[:border].view(rows, COLUMNS).abs().topk(how.per_row, dim=1, sorted=False).indices
+        found.append((largest + torch.arange(0, border, COLUMNS, device=values.device)[:, None]).flatten())
+    if how.rest:
+        found.append(values[border:].abs().topk(how.from_rest, sorted=False).indices + border)
+    return torch.cat(found)
 
 
 def take(values: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

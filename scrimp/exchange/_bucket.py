@@ -1,0 +1,110 @@
+"""What travels together: the packets of some parameters, dense small tensors, and a header, as one row of bytes.
+
+All ranks make the same plan from the same names and sizes, so that rows have one size and nothing need be said about what
+is in them. The header says which step it is, whether a gradient was not finite, and what the bytes behind it add up to: a
+row that does not fit its plan is an error that names the rank, not a wrong number in every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from scrimp.exchange._cut import Cut, cut
+from scrimp.exchange._packet import BORDER, pack, packet_nbytes, unpack, wrong
+
+HEADER, FIELDS = 32, 4  # bytes, of so many numbers: size, step, whether something is not finite, checksum
+SMALL = 4096  # elements: smaller tensors travel whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A parameter's bytes in a row; `how` is None if it travels whole."""
+
+    name: str
+    numel: int
+    start: int
+    stop: int
+    how: Cut | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    parts: tuple[Part, ...]
+    dtype: torch.dtype  # of the values
+    nbytes: int
+
+    def row(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+
+
+def plan_bucket(sizes: Sequence[tuple[str, int]], density: float, dtype: torch.dtype, small: int = SMALL) -> Bucket:
+    """`sizes`: names and elements, in an order that all ranks have."""
+    parts, start = [], HEADER
+    for name, numel in sizes:
+        how = cut(numel, density) if numel >= small else None
+        nbytes = -(-numel * dtype.itemsize // BORDER) * BORDER if how is None else packet_nbytes(how, dtype)
+        parts.append(Part(name=name, numel=numel, start=start, stop=start + nbytes, how=how))
+        start += nbytes
+    return Bucket(parts=tuple(parts), dtype=dtype, nbytes=start)
+
+
+def put(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: torch.Tensor) -> None:
+    """A part's entries, or all of its values."""
+    here = row[part.start : part.stop]
+    if part.how is None:
+        here[: part.numel * values.element_size()].view(values.dtype).copy_(values)
+    else:
+        assert positions is not None
+        pack(here, part.how, positions, values)
+
+
+def seal(row: torch.Tensor, step: int, *, finite: bool) -> None:
+    """The header, when all parts are there."""
+    numbers = torch.tensor([row.numel(), step, int(not finite), 0], device=row.device)
+    numbers[3] = _checksum(row)
+    row[:HEADER].view(torch.int64).copy_(numbers)
+
+
+def complaint(row: torch.Tensor, step: int) -> str | None:
+    """What is wrong with a row that came, in words."""
+    size, its_step, flag, checksum = row[:HEADER].view(torch.int64).tolist()
+    if size != row.numel():
+        return f"says that it has {size} bytes, and has {row.numel()}"
+    if its_step != step:
+        return f"is of step {its_step}, and this is step {step}"
+    if flag not in (0, 1) or checksum != int(_checksum(row)):
+        return f"has the checksum {int(_checksum(row))}, and {checksum} was sent"
+    return None
+
+
+def all_finite(rows: torch.Tensor) -> bool:
+    """Whether every rank said so."""
+    return not bool(rows[:, :HEADER].view(torch.int64)[:, 2].any())
+
+
+def average(rows: torch.Tensor, bucket: Bucket, target: Callable[[Part], torch.Tensor]) -> str | None:
+    """The mean over the ranks into flat fp32 targets that hold zeros, rank after rank, so that all replicas have the same
+    bits. What is wrong with what came, if something is."""
+    world = rows.shape[0]
+    for part in bucket.parts:
+        into = target(part)
+        for rank in range(world):
+            here = rows[rank, part.start : part.stop]
+            if part.how is None:
+                values = here[: part.numel * bucket.dtype.itemsize].view(bucket.dtype)
+                into.add_(values.float(), alpha=1 / world)
+                continue
+            positions, values = unpack(here, part.how, bucket.dtype)
+            if wrong(positions, part.how):
+                return f"rank {rank} sent a place beyond the {part.numel} elements of {part.name}"
+            into.index_add_(0, positions, values.float(), alpha=1 / world)
+    return None
+
+
+def _checksum(row: torch.Tensor) -> torch.Tensor:
+    """Of what follows the header: bytes, each times its place's remainder, so that exchanged ones are seen too."""
+    numbers = row[HEADER:].view(torch.int32).to(torch.int64)
+    return (numbers * torch.arange(1, numbers.numel() + 1, device=row.device).remainder_(65521)).sum()

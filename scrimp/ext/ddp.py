@@ -1,0 +1,162 @@
+"""The DDP door: gradients of a `DistributedDataParallel` model travel as few entries, the rest is kept back.
+
+    state = SparseState(model, density=0.01, momentum=0.9)
+    model.register_comm_hook(state, sparse_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)     # no momentum: it is in the state
+
+What the optimizer gets as a gradient is the mean of what the ranks sent, the same on all of them.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scrimp.errors import RunError
+from scrimp.exchange._bucket import Bucket, all_finite, average, complaint, plan_bucket, put, seal
+from scrimp.exchange._kept import Kept
+from scrimp.exchange._residual import residual as make_residual
+from scrimp.exchange._select import select
+
+VALUES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+START = 0.25  # the density that a warm-up begins with
+
+
+class SparseState:
+    """`density`: share of the entries that travel; `warm_up` steps come down to it from a quarter. `values`: what travels,
+    "bf16", "fp16" or "fp32". `residual`: how the rest is kept, "fp32", "bf16" or "int8". `momentum` replaces the
+    optimizer's; `masking` stops it where something was sent. Tensors of less than `small` elements travel whole."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        density: float = 0.01,
+        momentum: float = 0.9,
+        masking: bool = True,
+        warm_up: int = 0,
+        values: str = "bf16",
+        residual: str = "fp32",
+        small: int = 4096,
+        group: Any = None,
+    ) -> None:
+        if not 0 < density <= 1:
+            raise RunError(f"density={density!r} is not possible: more than 0, at most 1")
+        if values not in VALUES:
+            raise RunError(f"values={values!r} is not possible; there are {', '.join(map(repr, VALUES))}")
+        if not 0 <= momentum < 1:
+            raise RunError(f"momentum={momentum!r} is not possible: from 0 to below 1")
+        module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._shapes = {name: (parameter.numel(), parameter.device) for name, parameter in module.named_parameters()}
+        self.density, self.momentum, self.masking, self.warm_up = density, momentum, masking, warm_up
+        self.values, self.residual, self.small, self.group = VALUES[values], residual, small, group
+        self.step = 0
+        self.kept: dict[str, Kept] = {}
+        self.after: dict[str, torch.Tensor] = {}  # momentum of what travels whole: after the exchange, the same everywhere
+
+    @property
+    def now(self) -> float:
+        """The density of this step."""
+        if self.step >= self.warm_up:
+            return self.density
+        return float(max(self.density, START * (self.density / START) ** (self.step / self.warm_up)))
+
+    def of(self, name: str) -> Kept:
+        if name not in self.kept:
+            numel, device = self._shapes[name]
+            seed = (dist.get_rank(self.group) << 32) + zlib.crc32(name.encode())
+            rest = make_residual(self.residual, numel, device, seed)
+            self.kept[name] = Kept(numel, device, rest, momentum=self.momentum, masking=self.masking)
+        return self.kept[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's, by parameter; every rank has its own."""
+        kept = {
+            name: {"momentum": kept.u, **{f"residual.{key}": tensor for key, tensor in kept.v.tensors.items()}}
+            for name, kept in self.kept.items()
+        }
+        return {"step": self.step, "residual": self.residual, "kept": kept, "after": self.after}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["residual"] != self.residual:
+            raise RunError(f"the state has its residual in {state['residual']}, and this one keeps {self.residual}")
+        unknown = {*state["kept"], *state["after"]} - {*self._shapes}
+        if unknown:
+            raise RunError(f"the state has {', '.join(sorted(unknown)[:5])}, which the model has not")
+        self.step = state["step"]
+        for name, tensors in state["kept"].items():
+            kept = self.of(name)
+            if kept.u is not None:
+                kept.u.copy_(tensors["momentum"])
+            for key, tensor in kept.v.tensors.items():
+                tensor.copy_(tensors[f"residual.{key}"])
+        self.after = {name: tensor.clone() for name, tensor in state["after"].items()}
+
+    def pushed(self, name: str, mean: torch.Tensor) -> torch.Tensor:
+        """What travelled whole, with the momentum that it has here."""
+        if not self.momentum:
+            return mean
+        before = self.after.get(name)
+        self.after[name] = mean.clone() if before is None else before.mul_(self.momentum).add_(mean)
+        return self.after[name]
+
+
+def sparse_hook(
+    state: SparseState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP looks at this, so annotations are no text here
+) -> torch.futures.Future[torch.Tensor]:
+    """For `register_comm_hook`."""
+    buffer: torch.Tensor = bucket.buffer()
+    gradients: list[torch.Tensor] = bucket.gradients()
+    names = [state.names[id(parameter)] for parameter in bucket.parameters()]
+    sizes = [(name, gradient.numel()) for name, gradient in zip(names, gradients, strict=True)]
+    plan = plan_bucket(sizes, state.now, state.values, state.small)
+    step, world = state.step, dist.get_world_size(state.group)
+    state.step += bucket.is_last()
+    finite = bool(buffer.isfinite().all())
+    row, sent = plan.row(buffer.device), {}
+    for part, gradient in zip(plan.parts if finite else (), gradients, strict=False):
+        flat = gradient.reshape(-1)
+        if part.how is None or part.how.everything:
+            positions = None if part.how is None else select(flat, part.how)
+            put(row, part, positions, flat.to(state.values))
+            continue
+        kept = state.of(part.name)
+        kept.add(flat.float())
+        sent[part.name] = kept.send(part.how, state.values)
+        put(row, part, *sent[part.name])
+    seal(row, step, finite=finite)
+    rows = row.new_empty(world * row.numel())
+    work = dist.all_gather_into_tensor(rows, row, group=state.group, async_op=True)
+
+    def arrived(_: Any) -> torch.Tensor:
+        came = rows.view(world, -1)
+        _check(came, plan, step)
+        if not all_finite(came):  # whoever looks at the gradients sees it, on every rank; nobody has lost anything
+            for name, entries in sent.items():
+                state.of(name).give_back(*entries)
+            return buffer.fill_(float("nan"))
+        means = {part.name: torch.zeros(part.numel, device=buffer.device) for part in plan.parts}
+        trouble = average(came, plan, lambda part: means[part.name])
+        if trouble is not None:
+            raise RunError(f"step {step}: {trouble}")
+        for part, gradient in zip(plan.parts, gradients, strict=True):
+            mean = means.pop(part.name)
+            if part.how is None or part.how.everything:
+                mean = state.pushed(part.name, mean)
+            gradient.copy_(mean.view(gradient.shape))
+        return buffer
+
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(arrived)
+    return future
+
+
+def _check(came: torch.Tensor, plan: Bucket, step: int) -> None:
+    for rank in range(came.shape[0]):
+        trouble = complaint(came[rank], step)
+        if trouble is not None:
+            raise RunError(f"step {step}, {plan.parts[0].name} to {plan.parts[-1].name}: the packet of rank {rank} {trouble}")
