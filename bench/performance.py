@@ -29,7 +29,8 @@ GPU's own clock, in steady state; the median is shown, after warm-up. "To the en
 that the last of them left to be done, over their number. "Of its bound" is `engine.bound()`'s least time over the step's, at
 the rate that the host's kernel reached in the run; "of the physical" the same at the machine's own rates. "Host" is by how
 much the host's available memory fell. "Apart" is how far the losses are from scrimp's at the step where they are farthest:
-more than {TOLERANCE} nats would not be the same training, and is said so.
+more than {TOLERANCE} nats would not be the same training, and is said so. Everybody clips with torch's `clip_grad_norm_` but for
+scrimp and DeepSpeed, which have their own; of gradients on the host, as FSDP2 has them, torch takes norms with one thread.
 """
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from scrimp import zoo
 from scrimp.chunks import _fused
 from scrimp.chunks._fused import BLOCK, Fused, Kind, fused, kinds, why_not, within_an_ulp
 from scrimp.chunks._home import Piece
 from scrimp.chunks._optim import SGD, AdamW, Optimizer
 from scrimp.chunks._update import Updater, stage_numel
+from scrimp.engine import Engine, Memory
 
 CPU = torch.device("cpu")
 OPTIMIZERS: tuple[Optimizer, ...] = (
@@ -177,6 +179,31 @@ def test_interpreted_it_does_what_torch_does(optimizer: Optimizer) -> None:
 # On a GPU.
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_neighbours_that_are_updated_alike_are_one(grouped: bool) -> None:
+    """Every element once, in runs that no group, no count and no gap interrupts."""
+    groups = [("*.bias", {"weight_decay": 0.0})] if grouped else []
+    engine = Engine(zoo.build("gpt-tiny", dim=64), optimizer=AdamW(groups=groups), memory=Memory(device="1GiB"), device="cpu")
+    updating, seen = engine.updating, 0
+    for space in engine.store.table.layers:
+        slots = [slot for slot in space.slots if slot.trainable]
+        counts = [3 if slot.name.endswith("ln1.weight") else 7 for slot in slots]
+        assert updating._joined(slots, counts) == (slots, counts)  # by torch's tiles and the host each for itself
+        updating._fused = Fused(None)
+        joined, numbers = updating._joined(slots, counts)
+        updating._fused = None
+        found = {}
+        for slot, number in zip(joined, numbers, strict=True):
+            found.update(dict.fromkeys(range(slot.start, slot.stop), (number, updating.optimizers[slot.name].weight_decay)))
+        want = {}
+        for slot, count in zip(slots, counts, strict=True):
+            want.update(dict.fromkeys(range(slot.start, slot.stop), (count, updating.optimizers[slot.name].weight_decay)))
+        assert found == want
+        assert sum(slot.numel for slot in joined) == sum(slot.numel for slot in slots)
+        seen += len(slots) - len(joined)
+    assert (seen > 0) != grouped  # weights and biases take turns
 
 
 @pytest.fixture(name="kernel")

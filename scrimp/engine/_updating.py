@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -85,19 +86,18 @@ class Updating:
         by_layer: dict[int, list[Slot]] = {}
         for layer, slot in landed:
             by_layer.setdefault(layer, []).append(slot)
-        there: Updater | None = None
-        for layer, slots in by_layer.items():
-            numbers = self.numbers(slots, counts)
-            if self.store.homes[layer].place != DEVICE:
-                self.start(layer, slots, numbers, step, scale)
-                continue
-            there = there or self._on_device()
+        there = [layer for layer in by_layer if self.store.homes[layer].place == DEVICE]
+        for layer in sorted(by_layer.keys() - {*there}):  # before the device is told all that it has to do
+            self.start(layer, by_layer[layer], self.numbers(by_layer[layer], counts), step, scale)
+        if there:
+            updater = self._on_device()
             factor = None if scale is None else scale.to(self.store.device, non_blocking=True)
-            with self.store.opened(layer) as data:
-                self._layer(there, data, slots, numbers, step, factor)
-            self.store.settled(layer)
-        if there is not None:
-            self.store.ledger.free("temporaries", there.stage.nbytes)
+            for layer in there:
+                slots = by_layer[layer]
+                with self.store.opened(layer) as data:
+                    self._layer(updater, data, *self._joined(slots, self.numbers(slots, counts)), step, factor)
+                self.store.settled(layer)
+            self.store.ledger.free("temporaries", updater.stage.nbytes)
         self.worker.submit(LAST, self._report, self._begun)
         self._begun = []
 
@@ -136,6 +136,24 @@ class Updating:
                 for state in piece.states if number == 1 else ():
                     state.zero_()  # it is, coded or not, but all threads touch its pages so; the kernel's blocks are too small
                 updater.apply(self.optimizers[slot.name], step, number, piece, scale, own_master=data.own_master)
+
+    def _joined(self, slots: list[Slot], numbers: list[int]) -> tuple[list[Slot], list[int]]:
+        """For the device's kernel, which treats every element alike: neighbours that are updated in the same way are one.
+        Not with coded states, whose rounding knows an element's place in its parameter."""
+        if self._fused is None or self._state != "fp32":
+            return slots, numbers
+        found: list[tuple[Slot, int]] = []
+        for slot, number in sorted(zip(slots, numbers, strict=True), key=lambda row: row[0].start):
+            last = found[-1] if found else None
+            if last is not None and last[0].stop == slot.start and last[1] == number and self._alike(last[0], slot):
+                joined = last[0].numel + slot.numel
+                found[-1] = (replace(last[0], shape=(joined,)), number)
+            else:
+                found.append((slot, number))
+        return [slot for slot, _ in found], [number for _, number in found]
+
+    def _alike(self, one: Slot, other: Slot) -> bool:
+        return self.optimizers[one.name] == self.optimizers[other.name]
 
     def check_rates(self, step: int) -> None:
         """Ask for the learning rates before anything has happened, in case asking fails."""
