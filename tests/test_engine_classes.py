@@ -181,6 +181,7 @@ def test_evaluating_a_large_batch_between_steps(precision: str) -> None:
             assert homes(engine) > 0
             engine.evaluate(*large)
             assert homes(engine) == 0
+    assert homes(engine) > 0  # again
     assert_same(engine.state_dict(), want)
     assert torch.equal(engine.evaluate(*large), answer)
     assert engine.ledger.peak_nbytes <= budget

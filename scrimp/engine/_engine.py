@@ -195,7 +195,7 @@ class Engine:
                 raise reason
             self._abandon()
             self._undo.back()
-            if not (self.planning.homes_back() or self.planning.spare(plan)):
+            if not self.planning.spare(plan):
                 raise reason
         self._undo.done(tracing=plan.choice is None)
         try:

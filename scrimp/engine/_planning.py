@@ -90,8 +90,11 @@ class Planning:
 
     def spare(self, plan: Planned) -> bool:
         """After a step that did not fit: whether there is a way that takes less."""
-        if plan.choice is not None:
-            self.room_nbytes -= self.room_nbytes // 32  # planned too tightly; trace again
+        tight = plan.choice is not None
+        if tight:
+            self.room_nbytes -= self.room_nbytes // 32  # planned too tightly
+        if self.homes_back() or tight:
+            pass  # trace again
         elif plan.kept:
             plan.kept = frozenset()
         elif self.mode != "none" and not plan.parked and self.recompute.recomputable:
@@ -111,8 +114,7 @@ class Planning:
                 store.move_home(layer, HOST)
                 moved = True
         if moved:
-            self._homes = frozenset(k for k in layers if store.homes[k].place == DEVICE)
-            self._through = frozenset(k for k in layers if store.homes[k].place == THROUGH)
+            self._homes = self._through = None  # the next trace shows how many there is room for
             for plan in self._plans.values():
                 plan.choice = None
         return moved
