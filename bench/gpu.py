@@ -60,6 +60,7 @@ def measure(name: str, case: Case, seconds: float) -> Row:
     command = [sys.executable, "-m", "bench.gpu_run", name, json.dumps(asdict(case))]
     # On a GPU's host the optimizers of most contenders run on all cores, whatever make says for the sake of tests.
     env = {name: value for name, value in os.environ.items() if case.device != "cuda" or name != "OMP_NUM_THREADS"}
+    env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as scrimp sets it for itself
     return row_of(watched(command, seconds=seconds, env=env))
 
 

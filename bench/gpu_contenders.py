@@ -125,6 +125,7 @@ def by_fsdp2(case: Case) -> Training:
         "mesh": init_device_mesh(case.device, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
         "offload_policy": CPUOffloadPolicy(pin_memory=case.device == "cuda"),
+        "reshard_after_forward": not case.roomy,  # where all of them fit, weights stay for backward
     }
     for block in blocks:  # each goes to the host before the next is made
         first.fill(block, case.device)

@@ -64,7 +64,7 @@ def spared(contender: str, case: Case, rows: dict[str, Row]) -> Row | None:
         return None
     for row in rows.values():
         other = Case(**row["case"])
-        if row["contender"] != contender or replace(other, cap=case.cap, host=case.host) != case:
+        if row["contender"] != contender or replace(other, cap=case.cap, host=case.host) != case or other.roomy != case.roomy:
             continue
         fitted = "failed" not in row and parse_nbytes(other.cap) <= parse_nbytes(case.cap)
         if fitted or row.get("failed") == "host memory ran out":
@@ -135,7 +135,7 @@ def _lines(row: Row, base: Row | None) -> list[str]:
             share_of_bound(found),
             share_of_bound(found, "physical_seconds"),
             f"{row['built_s']:.1f} s",
-            format_nbytes(row["reserved_nbytes"]),
+            format_nbytes(row["reserved_nbytes"]) if row.get("reserved_nbytes") else "",
             format_nbytes(row["host_nbytes"]),
             f"{losses[0]:.3f} to {losses[-1]:.3f}",
             parity(row, base),

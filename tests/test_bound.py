@@ -35,10 +35,10 @@ DISK = {"disk read": 2.0, "disk write": 2.5}
 
 
 def bound_of(load: Load, *, judged: bool, seconds: float, busy: float, waited: float) -> Bound:
-    own, physical = load.update_nbytes / 128, (load.update_nbytes + 18 + 14) / MACHINE.host_update
     return Bound(
         up_nbytes=18, down_nbytes=14, least_up_nbytes=18, least_down_nbytes=14,
-        own=load.phases(MACHINE, own, judged=judged), physical=load.phases(MACHINE, physical, judged=judged),
+        own=load.phases(MACHINE, 128.0, judged=judged, charged=False),
+        physical=load.phases(MACHINE, MACHINE.host_update, judged=judged, charged=True),
         beside=load.beside(judged=judged), own_rate=128.0, machine=MACHINE,
         seconds=seconds, busy_seconds=busy, waited_seconds=waited,
     )  # fmt: skip
@@ -59,7 +59,7 @@ def test_everything_overlapped_takes_the_longest() -> None:
 def test_what_is_judged_first_updates_only_beside_the_forward() -> None:
     bound = bound_of(LOAD, judged=True, seconds=2.3, busy=1.6, waited=1.3)
     assert bound.least_seconds == pytest.approx(0.6 + 196 / 128)
-    assert bound.physical_seconds == pytest.approx(0.6 + 228 / 160)
+    assert bound.physical_seconds == pytest.approx(0.6 + 210 / 160)  # what goes down has gone before
     copying = replace(LOAD, down_nbytes=80, update_nbytes=1)
     least = bound_of(copying, judged=True, seconds=3.0, busy=0.1, waited=0.0).least_seconds
     assert least == pytest.approx(MACHINE.copy_seconds(4, 80) + 14 / 50)
@@ -100,7 +100,7 @@ def test_an_engine_says_where_its_seconds_went() -> None:
         bound = engine.bound()
         assert torch.equal(torch.get_rng_state(), state)  # measuring draws no random numbers of the run's
         assert len(bound.own) == 1 + skip
-        assert bound.own_rate == engine.planning.rates.host
+        assert bound.own_rate == engine.planning.best_rates().host
         assert engine.residents.timing.whole is not None
         assert 0 < sum(engine.residents.timing.whole) < 10 * bound.seconds
         assert bound.terms["compute"] >= sum(engine.residents.timing.whole)

@@ -98,6 +98,52 @@ def test_only_where_masters_and_states_are_all_that_would_pass(settings: dict[st
     assert not passing(engine)
 
 
+def test_stages_are_given_back_when_nothing_passes_any_more() -> None:
+    engine = engine_for(skip_nonfinite=False)
+    for batch in batches()[:6]:
+        engine.step(*batch)
+    assert passing(engine)
+    engine.close()
+    assert not passing(engine)
+    assert engine.ledger.device.now["optimizer"] == engine.ledger.device.now["temporaries"] == 0
+
+
+def test_two_shapes_of_batches_agree_on_what_passes() -> None:
+    """Neither covers the other; what the first decided holds for the second, and nobody traces for ever."""
+    engine = engine_for(skip_nonfinite=False)
+    one, other = batches(seq=8, batch=4), batches(seq=16, batch=2)
+    seen = []
+    for step in range(12):
+        engine.step(*one[step])
+        engine.step(*other[step])
+        seen.append(passing(engine))
+    assert seen[-1]
+    assert all(found == seen[-1] for found in seen[5:])
+    assert all(plan.choice is not None for plan in engine.planning._plans.values())
+
+
+def test_no_room_for_homes_after_all_is_no_error_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(skip_nonfinite=False)
+    host = engine.ledger.host.total_nbytes
+    opened, failures = engine.store.open, []
+
+    def full(layer: int) -> None:
+        if engine.planning.current is not None and not engine.residents.active and not failures:
+            failures.append(layer)
+            raise torch.OutOfMemoryError("no room")
+        opened(layer)
+
+    monkeypatch.setattr(engine.store, "open", full)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    want, _ = train_bf16(model_of(), batches()[:STEPS], adamw)
+    for batch in batches()[:STEPS]:
+        engine.step(*batch)
+    assert failures
+    assert_same(engine.state_dict(), want)
+    engine.planning.homes_back()
+    assert engine.ledger.host.total_nbytes == host
+
+
 def test_tiles_cover_every_slot_once_and_cut_at_multiples() -> None:
     sizes = [5, 64, 200, 3, 1, 129]
     slots, start = [], 0
@@ -144,7 +190,7 @@ def test_the_share_that_passes_is_the_best_of_all_shares(host: float, judged: bo
 def by_hand(engine: Engine, place: str) -> None:
     """All homes that are not there are moved, and stay."""
     engine.planning.learn = lambda *_: None
-    engine.updating.before_passing()
+    engine.updating.passing(True)
     for layer, home in enumerate(engine.store.homes):
         if home.place != place and engine.planning._passable(layer):
             engine.store.move_home(layer, place)

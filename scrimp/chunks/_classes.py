@@ -51,10 +51,12 @@ def choose(
     world: int = 1,
     compute: tuple[float, float] | None = None,
     judged: bool = True,
+    through: frozenset[int] = frozenset(),
 ) -> Choice:
     """`room_nbytes` of the moments is what the trace left, with every recomputable layer recomputed and no home on the
     device; `update_room_nbytes` is what an update leaves for homes; `stages_nbytes` are needed for anything to pass.
-    `compute`: seconds of forward and backward, if they are known and all else may overlap with them."""
+    `compute`: seconds of forward and backward, if they are known and all else may overlap with them. `through`: layers that
+    pass in any case."""
     order = [*dict.fromkeys(layer for moment in moments for layer in moment.needs)]
     fixed = [k for k, layer in enumerate(layers) if layer.fixed]
     movable = [*fixed, *(k for k in order if layers[k].movable and not layers[k].fixed)]
@@ -65,7 +67,7 @@ def choose(
     def attempt(homes: int, keeps: int) -> Choice | None:
         if (homes, keeps) not in tried:
             device, kept = frozenset(movable[:homes]), frozenset(recomputable[:keeps])
-            found = point.evaluate(device, kept)
+            found = point.evaluate(device, kept, through)
             if found is not None and compute is not None:
                 passing = point.passing(found, [k for k in order if layers[k].passable and k not in device])
                 other = point.evaluate(device, kept, passing) if passing else None
@@ -75,7 +77,7 @@ def choose(
 
     best = _refine(attempt, len(fixed), len(movable), len(recomputable))
     if best is None:
-        point.evaluate(frozenset(fixed), frozenset(), strict=True)
+        point.evaluate(frozenset(fixed), frozenset(), through, strict=True)
         raise FitError("no choice of homes and kept activations fits")
     return best
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -113,14 +114,18 @@ class Store:
         own_gradients = own_master or self.accumulate > 1
         kept = optimized(dtype, self.optimizer.fields)
         if place == DEVICE:
-            self._charge_device(layer, 1)
+            if self.wire.world == 1 and not self.resident[layer]:
+                self.open(layer)
+            self.before_change()
+            zeros = partial(torch.zeros, device=self.device)
             home = Home(
                 place=place,
-                weights=self.flats[layer] if self.wire.world == 1 else self._zeros(numel, dtype),
-                gradients=self._zeros(trained, dtype) if own_gradients else None,
+                weights=self.flats[layer] if self.wire.world == 1 else zeros(numel, dtype=dtype),
+                gradients=zeros(trained, dtype=dtype) if own_gradients else None,
                 master=None,
             )
-            tensors = [self._zeros(field.numel(trained), field.dtype) for field in kept]
+            tensors = [zeros(field.numel(trained), dtype=field.dtype) for field in kept]
+            self._charge_device(layer, 1)
         else:
             pinned = self.lanes.overlapped
             home = Home(
@@ -139,14 +144,8 @@ class Store:
             home.master, home.states = (None, tensors) if own_master else (tensors[0], tensors[1:])
         return home
 
-    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device)
-
     def _charge_device(self, layer: int, sign: int) -> None:
         """For a home on the device, beside the layer's own storage."""
-        if sign > 0 and self.wire.world == 1 and not self.resident[layer]:
-            self.open(layer)
-        self.before_change()
         weights, gradients, rest = self.home_nbytes(layer)
         change = self.ledger.charge if sign > 0 else self.ledger.free
         change("optimizer", rest)
@@ -241,7 +240,13 @@ class Store:
         if THROUGH in (place, self.homes[layer].place):
             self._pass_through(layer, through=place == THROUGH)
             return
-        new = self._make_home(layer, place)
+        was_here = self.resident[layer]
+        try:
+            new = self._make_home(layer, place)
+        except BaseException:  # as it was: nothing is charged before it is there
+            if not was_here:
+                self.drop(layer)
+            raise
         for target, source in zip(new.tensors, self.homes[layer].tensors, strict=True):
             self.own(target)
             carry(target, source)
@@ -250,6 +255,7 @@ class Store:
             self._charge_host(layer, old, -1)
             return
         del old, source  # gone before the ledger is told, or the meter would take them for something else
+        self.before_change()
         self._charge_device(layer, -1)
         self.drop(layer)
 
@@ -257,12 +263,13 @@ class Store:
         """From a home on the host to one whose masters and states pass through the device, or back: they stay."""
         old = self.homes[layer]
         assert old.gradients is None
-        self._charge_host(layer, old, -1)
+        assert old.place == (HOST if through else THROUGH)
         if through and not self.resident[layer]:
             self.open(layer)
         weights = self.flats[layer] if through else arena(old.weights.numel(), old.weights.dtype, pinned=self.lanes.overlapped)
         self.own(weights)
         carry(weights, old.weights)
+        self._charge_host(layer, old, -1)
         self.homes[layer] = replace(old, place=THROUGH if through else HOST, weights=weights)
         self._charge_host(layer, self.homes[layer], 1)
         if through and self.lanes.overlapped:
@@ -284,9 +291,9 @@ class Store:
         """Room for a layer on the device, with nothing in it."""
         nbytes, padding = self.nbytes(layer), self._padding_nbytes(layer)
         self.before_change()
+        self.flats[layer].untyped_storage().resize_(nbytes)
         self.ledger.charge("parameters", nbytes - padding)
         self.ledger.charge("padding", padding)
-        self.flats[layer].untyped_storage().resize_(nbytes)
         self.resident[layer] = True
 
     def fetch(self, layer: int) -> None:

@@ -13,8 +13,9 @@ def update(
     """Of fp32 tensors. `count`: how often the parameter was updated, this time included."""
     if isinstance(optimizer, AdamW):
         beta1, beta2 = optimizer.betas
+        number = torch.full((), float(count), dtype=torch.float32, device=master.device)  # filled there: no copy to wait for
         torch._fused_adamw_(
-            [master], [gradient], [states[0]], [states[1]], [], [torch.tensor(float(count), device=master.device)],
+            [master], [gradient], [states[0]], [states[1]], [], [number],
             lr=lr, beta1=beta1, beta2=beta2, weight_decay=optimizer.weight_decay, eps=optimizer.eps,
             amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
         )  # fmt: skip

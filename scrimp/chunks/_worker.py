@@ -10,12 +10,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from scrimp.chunks._stopwatch import Stopwatch
 from scrimp.errors import RunError
+
+GLANCE = 1e-4  # seconds between two looks at what jobs wait for
 
 
 class Awaited(Protocol):
@@ -80,7 +83,7 @@ class Worker:
         self._closed = False
 
     def submit(self, rank: int, job: Callable[[], None], after: Sequence[Awaited] = ()) -> Gate:
-        """`after`: what must have happened before; things that jobs wait for happen in the order of submission."""
+        """`after`: what must have happened before."""
         gate = Gate(self)
         with self._ready:
             self.check()
@@ -139,7 +142,7 @@ class Worker:
             self._thread = None
 
     def _next(self) -> _Job | None:
-        """The lowest that is ready; if none is, the one that will be first."""
+        """The lowest that is ready; if none is, one is waited for."""
         while True:
             with self._ready:
                 while not self._jobs and not self._closed:
@@ -147,7 +150,10 @@ class Worker:
                 if not self._jobs:
                     return None
                 waiting = list(self._jobs)
-            job = next((job for job in waiting if job.ready), None) or min(waiting, key=lambda job: job.number)
+            job = next((job for job in waiting if job.ready), waiting[0] if len(waiting) == 1 else None)
+            if job is None:
+                time.sleep(GLANCE)  # nobody knows which of them will be first
+                continue
             with self._ready:
                 if job in self._jobs:  # none is, after a failure
                     self._jobs.remove(job)

@@ -74,7 +74,10 @@ class Load:
     passed_nbytes: int = 0
     disk: dict[str, float] = field(default_factory=dict)  # seconds of reading and of writing
 
-    def phases(self, machine: Machine, host_seconds: float, *, judged: bool) -> tuple[Phase, ...]:
+    def phases(self, machine: Machine, host_rate: float, *, judged: bool, charged: bool) -> tuple[Phase, ...]:
+        """`charged`: what is copied takes its share of the host's memory, in the phase in which it is copied."""
+        share = 1 / host_rate if charged and self.update_nbytes else 0.0
+        host_seconds = self.update_nbytes / host_rate
         forward, passed = self.forward_seconds + self.device_update_seconds, self.passed_nbytes
         if not judged:
             up, down = self.fresh_nbytes + self.again_nbytes + passed, self.down_nbytes + passed
@@ -83,19 +86,22 @@ class Load:
                 "copies up": up / machine.up,
                 "copies down": down / machine.down,
                 "copies both ways": machine.copy_seconds(up, down),
-                HOST_UPDATE: host_seconds,
+                HOST_UPDATE: host_seconds + (up + down) * share,
             }
             return (Phase(name="all overlapped", terms=terms | self.disk),)
         before = {
             "compute": self.backward_seconds,
             "copies both ways": machine.copy_seconds(self.again_nbytes, self.down_nbytes),
+            "host memory": (self.again_nbytes + self.down_nbytes) * share,
         }
         after = {
             "compute": forward,
             "copies up": self.fresh_nbytes / machine.up,
             "copies both ways": machine.copy_seconds(self.fresh_nbytes + passed, passed),
-            HOST_UPDATE: host_seconds,
+            HOST_UPDATE: host_seconds + (self.fresh_nbytes + 2 * passed) * share,
         }
+        if not share:
+            del before["host memory"]
         if not passed:
             del after["copies both ways"]
         return (
@@ -111,9 +117,8 @@ class Load:
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """`own` are the phases at the host's best rate in this engine, `physical` those at the machine's; `beside`: seconds of
-    what goes on through all of them. The last step took
-    `seconds`; from the end of the one before to its end the host's worker was `busy_seconds` at work, and `waited_seconds`
-    were spent waiting for it."""
+    what goes on through all of them. The last step took `seconds`; from the end of the one before to its end the host's
+    worker was `busy_seconds` at work, and `waited_seconds` were spent waiting for updates."""
 
     up_nbytes: int
     down_nbytes: int
@@ -183,22 +188,22 @@ def bound(engine: Engine) -> Bound:
     if plan is None or plan.choice is None:
         raise RunError("no bound yet: the first steps trace the model; ask again after a step or two more")
     machine = probe_at_rest(engine.store)
-    store, rates = planning.store, planning.rates
+    store, rates = planning.store, planning.best_rates()
     load = _load(engine, plan)
     up, down = load.fresh_nbytes + load.again_nbytes, load.down_nbytes
-    own = load.update_nbytes / rates.host
-    # What the engine reached is possible, whatever was found alone.
-    touched = load.update_nbytes + up + down + 2 * load.passed_nbytes
-    physical = min(own, touched / machine.host_update) if load.update_nbytes else 0.0
     judged = engine._must_judge
+    own = load.phases(machine, rates.host, judged=judged, charged=False)
+    physical = load.phases(machine, machine.host_update, judged=judged, charged=True)
+    if _total(own) < _total(physical):  # what the engine reached is possible, whatever was found alone
+        physical = own
     moved = [after - before for before, after in zip(engine._traffic, astuple(store.traffic), strict=True)]
     return Bound(
         up_nbytes=moved[0],
         down_nbytes=moved[1],
-        least_up_nbytes=up,
-        least_down_nbytes=down,
-        own=load.phases(machine, own, judged=judged),
-        physical=load.phases(machine, physical, judged=judged),
+        least_up_nbytes=up + load.passed_nbytes,
+        least_down_nbytes=down + load.passed_nbytes,
+        own=own,
+        physical=physical,
         beside=load.beside(judged=judged),
         own_rate=rates.host,
         machine=machine,

@@ -151,7 +151,7 @@ class Engine:
         self.recompute = Recompute()
         watch_layers(model, self.residents, self.recompute)
         self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
-        self.planning.stage_nbytes, self.planning.before_passing = self.updating.stage_nbytes, self.updating.before_passing
+        self.planning.stage_nbytes, self.planning.passing = self.updating.stage_nbytes, self.updating.passing
         self.updating.saw = self.planning.saw_update
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False
@@ -179,6 +179,7 @@ class Engine:
             except MoveError as error:
                 raise self._named(error) from error
             self._undo.begin(tracing=plan.choice is None)
+            self.residents.timing.typical = self.planning.typical
             try:
                 loss = self._forward_backwards(plan, args, kwargs)
                 break
@@ -211,7 +212,7 @@ class Engine:
         self.steps += 1
         self.planning.learn(plan, self._trace if self._traced else None, self.residents)
         self.seconds = time.perf_counter() - start
-        self.host_seconds = self.updating.worker.lap()
+        self.host_seconds = self.updating.waited()
         return loss
 
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

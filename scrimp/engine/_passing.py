@@ -62,6 +62,14 @@ class Passing:
         store.ledger.charge("optimizer", self._through.nbytes)
         self.hire()
 
+    def let_go(self) -> None:
+        """Give the stages back, when nothing passes any more."""
+        self.close()
+        self.store.lanes.settle()
+        self.store.before_change()
+        self.store.ledger.free("optimizer", self._through.nbytes)
+        self.store.ledger.free("temporaries", self._updater.stage.nbytes)
+
     def hire(self) -> None:
         self.worker = Worker("the update that passes through the device")
         self.close = weakref.finalize(self, self.worker.close)
@@ -80,6 +88,9 @@ class Passing:
             scale=None if scale is None else scale.to(self.store.device, non_blocking=True),
         )
         self.store.settled(layer)
+        nbytes = sum(tensor.nbytes for tensor in self.store.homes[layer].tensors[1:])  # all but the weights
+        self.store.traffic.up_nbytes += nbytes
+        self.store.traffic.down_nbytes += nbytes
         if self.store.lanes.overlapped:
             landed = torch.cuda.current_stream(self.store.device).record_event()
             self.store.gates[layer] = self.worker.submit(layer, job.run, [landed])

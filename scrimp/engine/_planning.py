@@ -30,7 +30,7 @@ from scrimp.errors import FitError
 
 MOST_PLANS, MOST_SIZES = 64, 255
 WORTH_PASSING = 0.2  # of a step's seconds, predicted: copies, updates and compute never overlap quite so well
-MOST_REPLANS = 3  # a model that asks in another order every step is not planned for any more
+MOST_REPLANS = 5  # a model that asks in another order every step is not planned for any more
 
 
 @dataclass
@@ -58,7 +58,8 @@ class Planning:
         self.stage_nbytes = 0  # what an update on the device needs besides
         self.overlapped = store.lanes.overlapped
         self.judged = True  # no update before all gradients were looked at
-        self.before_passing: Callable[[], None] = lambda: None  # makes the stages
+        self.passing: Callable[[bool], None] = lambda on: None  # makes the stages for it, or gives them back
+        self.typical = True  # the batch has the very shape that was planned for last
         self.current: Planned | None = None
         self._digested: Planned | None = None  # the last one that was made
         self._updates, self._best_update = 0, 0.0
@@ -86,6 +87,7 @@ class Planning:
             self.recompute.again = everything - (plan.kept or frozenset())
         self.recompute.parked = plan.parked
         self.current = plan
+        self.typical = plan is self._digested and self._plans.get(key) is plan
         return plan
 
     def spare(self, plan: Planned) -> bool:
@@ -101,7 +103,7 @@ class Planning:
             plan.parked = True
         else:
             return False
-        plan.choice = None
+        plan.choice, plan.replans = None, 0
         return True
 
     def homes_back(self) -> bool:
@@ -110,22 +112,29 @@ class Planning:
         room = store.host_room_nbytes
         layers = [k for k, home in enumerate(store.homes) if home.place in (DEVICE, THROUGH)]
         for layer in reversed(layers):  # the last ones first: the first are wanted first
-            if room is None or store.host_nbytes() + sum(store.home_nbytes(layer)) <= room:
+            weights, *rest = store.home_nbytes(layer)
+            more = weights + (sum(rest) if store.homes[layer].place == DEVICE else 0)  # what passes has the rest there
+            if room is None or store.host_nbytes() + more <= room:
                 store.move_home(layer, HOST)
                 moved = True
         if moved:
             self._homes = self._through = None  # the next trace shows how many there is room for
+            self.passing(any(home.place == THROUGH for home in store.homes))
             for plan in self._plans.values():
-                plan.choice = None
+                plan.choice, plan.replans = None, 0
         return moved
 
     def saw_update(self, nbytes: int, seconds: float) -> None:
         """The host updated so many bytes: the best of its updates is better than any guess. But not the first, which has
-        to touch its memory for the first time."""
+        to touch its memory for the first time. Called by the worker, which must not change what is being planned with."""
         if nbytes and self._updates:
             self._best_update = max(self._best_update, nbytes / seconds)
-            self.rates = replace(self.rates, host=self._best_update)
         self._updates += 1
+
+    def best_rates(self) -> Rates:
+        """With the best of the host's updates so far."""
+        best = self._best_update
+        return replace(self.rates, host=best) if best else self.rates
 
     def learn(self, plan: Planned, trace: list[Moment] | None, residents: Residents) -> None:
         """After a step; with its moments, if it traced."""
@@ -138,7 +147,7 @@ class Planning:
     def _digest(self, plan: Planned, trace: list[Moment], kept_nbytes: dict[int, int], seconds: dict[int, float]) -> None:
         """Learn from a step that traced; homes may move to the device."""
         plan.replans += 1
-        if plan.replans > MOST_REPLANS + 2:
+        if plan.replans > MOST_REPLANS:
             return
         if plan.kept is None or not plan.costs:
             plan.costs = self._costs(kept_nbytes, seconds)
@@ -149,9 +158,9 @@ class Planning:
         costs = [
             replace(self._restricted(k, cost), passable=False, recomputable=k in keepable) for k, cost in enumerate(plan.costs)
         ]
-        self.rates = agreed(self.store.wire, self.rates)
+        self.rates = agreed(self.store.wire, self.best_rates())
         try:
-            choice = self._choose(trace, costs)
+            choice = self._choose(trace, costs, self.rates, through=self._through or frozenset())
         except FitError:  # it ran, if only just: go on holding the least
             plan.kept = plan.kept or frozenset()
             return
@@ -169,41 +178,57 @@ class Planning:
         if plan.looked == self.judged or plan.choice is None or not self.overlapped or self.store.wire.world > 1:
             return
         plan.looked = self.judged
-        now, trace = plan.choice, list(plan.trace)
+        now, trace, rates = plan.choice, list(plan.trace), self.best_rates()
         costs = [replace(c, movable=k in now.device, fixed=k in now.device) for k, c in enumerate(plan.costs)]
         try:
-            before = self._choose(trace, [replace(cost, passable=False) for cost in costs], compute)
-            if not now.through and before.seconds < (1 + WORTH_PASSING) * sum(compute):
+            none = self._choose(trace, [replace(cost, passable=False) for cost in costs], rates, compute)
+            if not now.through and none.seconds < (1 + WORTH_PASSING) * sum(compute):
                 return
-            if not self.rates.shared:
-                self.rates = beside_updates(self.rates, self.store)
-            after = self._choose(trace, costs, compute)
+            if not rates.shared:
+                self.rates = rates = beside_updates(rates, self.store)
+            some = self._choose(trace, costs, rates, compute)
         except FitError:
             return
-        worth = after.seconds < (1 - WORTH_PASSING) * before.seconds
-        if now.through or worth:
-            self._take(plan, after if worth else before, trace)
+        best = some if some.seconds < (1 - WORTH_PASSING) * none.seconds else none
+        if best.through != now.through:
+            self._take(plan, best, trace)
 
-    def _choose(self, trace: list[Moment], costs: list[LayerCost], compute: tuple[float, float] | None = None) -> Choice:
+    def _choose(
+        self,
+        trace: list[Moment],
+        costs: list[LayerCost],
+        rates: Rates,
+        compute: tuple[float, float] | None = None,
+        through: frozenset[int] = frozenset(),
+    ) -> Choice:
         return choose(
             [replace(moment, room_nbytes=self.room_nbytes - moment.room_nbytes) for moment in trace],
             costs,
-            self.rates,
+            rates,
             update_room_nbytes=self.room_nbytes - self.stage_nbytes,
             stages_nbytes=stages_nbytes(self.store.optimizer.states + 1, largest_numel(self.store)),
             world=self.store.wire.world,
             compute=compute,
             judged=self.judged,
+            through=through,
         )
 
     def _take(self, plan: Planned, choice: Choice, trace: list[Moment]) -> None:
-        plan.choice, plan.trace = choice, tuple(trace)
+        """The step is over: if there is no room after all, it is not that step which fails; the next one traces again."""
+        plan.trace = tuple(trace)
         plan.expected = tuple(moment.needs for moment in trace)
-        self._move_homes(plan, choice.device, choice.through)
+        try:
+            self._move_homes(plan, choice.device, choice.through)
+            plan.choice = choice
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self.room_nbytes -= self.room_nbytes // 32
+            self.homes_back()
+            plan.choice = None
 
     def _restricted(self, layer: int, cost: LayerCost) -> LayerCost:
         """Once homes are chosen, other batches may only bring some back."""
-        movable = cost.movable and (self._homes is None or layer in self._homes)
+        movable = cost.movable and (self._homes is None or layer in self._homes) and layer not in (self._through or ())
         return replace(cost, movable=movable)
 
     def _move_homes(self, plan: Planned, device: frozenset[int], through: frozenset[int]) -> None:
@@ -213,15 +238,14 @@ class Planning:
         for layer in moving:  # first what makes room
             if store.homes[layer].place != HOST:
                 store.move_home(layer, HOST)
-        if through:
-            self.before_passing()
+        self.passing(bool(through))
         for layer in moving:
             if places[layer] != HOST:
                 store.move_home(layer, places[layer])
         if self._homes is not None and (device, through) != (self._homes, self._through):
             for other in self._plans.values():
                 if other is not plan:
-                    other.choice = None
+                    other.choice, other.replans = None, 0
         self._homes, self._through = device, through
 
     def _costs(self, kept_nbytes: dict[int, int], seconds: dict[int, float]) -> tuple[LayerCost, ...]:

@@ -34,7 +34,7 @@ def iter_state(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _full(engine: Engine, layer: int, slot: Slot) -> torch.Tensor:
-    full = torch.zeros(slot.numel)
+    full = torch.zeros(slot.numel, dtype=torch.float32)
     with engine.store.opened(layer) as data:
         for piece in data.pieces(slot):
             full[piece.inside] = (piece.master if slot.trainable else piece.weight).float().cpu()
@@ -61,7 +61,7 @@ def save_state(engine: Engine, folder: str | Path) -> None:
 
 def load_state(engine: Engine, folder: str | Path) -> None:
     try:
-        engine.updating.worker.check()
+        engine.updating.check()
     except RunError as error:  # so it stays, if there is nothing to load
         engine.broken = engine.broken or str(error)
     engine.updating.renew()

@@ -6,6 +6,7 @@ was adopted leaves a stand-in on meta until all are: so nothing that fills one l
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -70,15 +71,15 @@ def take_over(
     """Move every parameter into the store, with the values of `weights` if they are given, else its own, else those that
     its model makes; rank 0's count, and every rank must find the weights. For each new Parameter, by id, its layer and
     slot. All buffers have values then, too. What a model makes is made on the device, if a layer takes less than
-    `room_nbytes` of it: that is where random numbers are quick."""
+    `room_nbytes` of it: that is where random numbers are quick, and others than the host's."""
     given = None if weights is None else Match(model, open_weights(weights))
     layers = _seats(model, store)
     unmade = [[seat for seat in seats if given is None and seat.parameter.is_meta] for seats in layers]
     for index, (seats, left) in enumerate(zip(layers, unmade, strict=True)):
-        with store.opened(index, write=True):  # once for all of them, if it is on disk
-            for seat in seats:
-                if seat not in left:
-                    _adopt(store, seat, seat.parameter if given is None else given.read_parameter(seat.slot.name))
+        there = [seat for seat in seats if seat not in left]
+        with store.opened(index, write=True) if there else nullcontext():  # once for all of them, if it is on disk
+            for seat in there:
+                _adopt(store, seat, seat.parameter if given is None else given.read_parameter(seat.slot.name))
     for index, left in enumerate(unmade):
         if left:
             with store.opened(index, write=True):

@@ -25,6 +25,7 @@ class Timing:
     def __init__(self, device: torch.device) -> None:
         self.best: dict[int, float] = {}  # of each layer's forward
         self.whole: tuple[float, float] | None = None  # forward and backward of a step, of the shape that was traced last
+        self.typical = True  # this step is like the one that was traced last
         self._cuda = device.type == "cuda"
         self._steps = 0  # since the last tracing step
         self._since: tuple[bool, Any] | None = None  # whether backward, and since when
@@ -71,7 +72,7 @@ class Timing:
 
     def resume(self, *, backward: bool) -> None:
         """They are there. A step that traces is not like those that follow, and is left out."""
-        if self._on and self._steps:
+        if self._on and self._steps and self.typical:
             self._since = (backward, self._mark())
 
     @property

@@ -64,11 +64,20 @@ class Updating:
         self._begun = []
         self._hire()
 
-    def before_passing(self) -> None:
-        """Make what updates that pass need; between steps, so that the meter does not take it for the model's."""
-        if self._passing is None:
+    def passing(self, on: bool) -> None:
+        """Make what updates that pass need, or give it back; between steps, so that the meter does not take it for the
+        model's."""
+        if on and self._passing is None:
             assert self._state == "fp32"  # what passes is masters and states of one type; planning takes no others
             self._passing = Passing(self.store, self.optimizers, self.meter, self._on_device())
+        elif not on and self._passing is not None:
+            self._passing.let_go()
+            self._passing = None
+
+    def waited(self) -> tuple[float, float]:
+        """Since the last call: seconds of the host's worker at work, and of the step waiting for updates."""
+        busy, waited = self.worker.lap()
+        return busy, waited + (self._passing.worker.lap()[1] if self._passing is not None else 0.0)
 
     def check(self) -> None:
         """Raise what went wrong beside the steps, if something did."""
