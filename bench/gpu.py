@@ -28,7 +28,7 @@ from bench.machine import machine
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args, start = _arguments(arguments), time.monotonic()
+    args, start, run = _arguments(arguments), time.monotonic(), _now()
     here = machine()
     args.results.mkdir(parents=True, exist_ok=True)
     rows = usable(read_rows([RESULTS, args.results]), args.commit, here, keep=args.keep)
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 late = time.monotonic() - start > args.budget
                 if key not in rows and not late and not (point.search and name in failed):
                     found = spared(name, point.case, rows) or measure(name, point.case, args.seconds)
-                    about = {"contender": name, "case": asdict(point.case), "commit": args.commit, "machine": here}
-                    rows[key] = {**about, "when": datetime.now(UTC).isoformat(timespec="seconds"), **found}
+                    about = {"contender": name, "case": asdict(point.case), "commit": args.commit, "machine": here, "run": run}
+                    rows[key] = {**about, "when": _now(), **found}
                     write_rows(args.results, args.commit, rows.values())
                     print(f"{section}: {_summary(rows[key])}", flush=True)
                 if "failed" in rows.get(key, {}):
@@ -79,13 +79,17 @@ def row_of(outcome: Outcome) -> Row:
     return row
 
 
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def _summary(row: Row) -> str:
     times = ", ".join(f"{mode} {found['median_s']:.3f} s" for mode, found in row.get("modes", {}).items())
     return f"{row['contender']}: {times} {row.get('failed', '')} (took {row.get('process_s', 0):.0f} s)"
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    commit = machine()["commit"].partition(",")[0]
+    commit = machine()["commit"].replace(", changed since", "-changed")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", choices=[*SECTIONS], action="append", help="several may be given; without any, all")
     parser.add_argument("--contender", choices=[*CONTENDERS], action="append", help="these alone")

@@ -38,13 +38,18 @@ def read_rows(folders: Iterable[Path]) -> list[Row]:
     return sorted(rows, key=lambda row: str(row["when"]))
 
 
+def same_machine(row: Row, other: Row) -> bool:
+    return all(row["machine"].get(name) == other["machine"].get(name) for name in SAME_MACHINE)
+
+
 def usable(rows: Sequence[Row], commit: str, machine: dict[str, str], *, keep: bool) -> dict[str, Row]:
     """Those of this commit; with `keep` also older ones of contenders that do not change with it, from such a machine."""
     found = {}
     for row in rows:
-        same = [row["machine"].get(name) for name in SAME_MACHINE] == [machine.get(name) for name in SAME_MACHINE]
+        same = same_machine(row, {"machine": machine})
         mine = row["commit"] == commit != "unknown" or (keep and row["contender"] != SCRIMP)
-        if same and mine and row.get("failed") != "not installed":  # by now it may be
+        again = row.get("failed", "") == "not installed" or row.get("failed", "").startswith("not done in")  # by now it may be
+        if same and mine and not again and not commit.endswith("-changed"):
             found[key_of(row["contender"], Case(**row["case"]))] = row
     return found
 
@@ -124,6 +129,8 @@ def tables(points: Sequence[Point], rows: dict[str, Row]) -> str:
 def _lines(row: Row, base: Row | None) -> list[str]:
     lines = []
     name = row["contender"] + (f" (seen at {row['seen_at']})" if "seen_at" in row else "")
+    if base is not None and row.get("run") != base.get("run"):  # perhaps not at the same time on the same machine
+        name += " (another run)"
     for mode, found in row.get("modes", {}).items():
         ours = (base or {}).get("modes", {}).get(mode)
         losses = row["losses"]

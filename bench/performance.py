@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.gpu_cases import Case
 from bench.gpu_contenders import COMPUTE, CONTENDERS, FSDP2, PLAIN, SCRIMP, ZERO2, ZERO3
-from bench.gpu_results import RESULTS, TOLERANCE, Row, key_of, page, read_rows, share_of_bound, title
+from bench.gpu_results import RESULTS, TOLERANCE, Row, key_of, page, read_rows, same_machine, share_of_bound, title
 from bench.gpu_sections import SECTIONS, Point, points_on
 from bench.svg import Series, plot
 from scrimp.ledger import parse_nbytes
@@ -40,9 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, default=DOCS)
     parser.add_argument("--device", default="cuda", help="whose rows; those of a CPU are for trying this out")
     args = parser.parse_args(arguments)
-    rows = {
-        key_of(row["contender"], case): row for row in read_rows([args.results]) if (case := _case(row)).device == args.device
-    }
+    found = [row for row in read_rows([args.results]) if _case(row).device == args.device]
+    rows = {key_of(row["contender"], _case(row)): row for row in found if same_machine(row, found[-1])}  # the newest one's
     names = [name for name in SECTIONS if name.startswith("tiny") == (args.device == "cpu")]
     text = [INTRODUCTION, *_machines(rows), *_asked(rows)]
     for what, points in _plotted(args.device).items():
