@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Effects sit at the edge: these few modules talk to other processes, no one else does.
 DISTRIBUTED = {
     "engine/_world.py", "move/_agree.py", "move/_comm.py", "move/_torch_private.py", "ext/_dtensor_private.py", "ext/dtensor.py",
-    "ext/dtensor_plans.py", "ext/ranks.py", "cli/_demo_moves.py", "cli/_demo_train.py", "cli/_doctor.py",
+    "ext/ddp.py", "ext/dtensor_plans.py", "ext/ranks.py", "cli/_demo_moves.py", "cli/_demo_train.py", "cli/_doctor.py",
 }  # fmt: skip
 
 
