@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -37,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = machine()
     args.results.mkdir(parents=True, exist_ok=True)
     rows = usable(read_rows([args.results]), args.commit, here)
-    base = Case(mbit=1, **{name: value for name, value in vars(args).items() if name in ("batch", "steps", "ranks", "width")})
+    base = Case(
+        mbit=1, **{name: value for name, value in vars(args).items() if name in ("batch", "steps", "ranks", "width", "rate")}
+    )
     cases = [replace(base, mbit=mbit) for mbit in args.mbit or (200, 1000)]
     for turn in range(args.rounds):
         for case in cases:
@@ -46,8 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if key in rows:
                     continue
                 about = {"contender": name, "case": asdict(case), "round": turn, "commit": args.commit, "machine": here}
-                about |= {"when": datetime.now(UTC).isoformat(timespec="seconds"), "busy": busy()}
+                about["when"], before = datetime.now(UTC).isoformat(timespec="seconds"), Spent.now()
                 rows[key] = {**about, **measure(name, case, args.seconds)}
+                rows[key]["others"] = Spent.now().by_others(before, os.cpu_count() or 1)
                 write_rows(args.results, args.commit, rows.values())
                 print(f"{case.mbit} Mbit/s, round {turn}, {name}: {summary(rows[key])}", flush=True)
     tables = "\n".join(table(case, rows.values()) for case in cases)
@@ -74,18 +79,27 @@ def measure(name: str, case: Case, seconds: float) -> Row:
         return {"failed": str(error)}
 
 
-def busy(seconds: float = 1.0) -> float:
-    """The share of this machine's cores that others use, while nothing of ours runs."""
+@dataclass(frozen=True)
+class Spent:
+    """Seconds since some start: by the clock, of all cores together by anybody, and of those by this process and those it
+    has waited for. What the system does for packets that come in is nobody's."""
 
-    def spent() -> tuple[int, int]:
+    clock: float
+    anybody: float
+    own: float
+
+    @classmethod
+    def now(cls) -> Spent:
         with open("/proc/stat") as file:
-            ticks = [int(word) for word in file.readline().split()[1:9]]
-        return sum(ticks), ticks[3] + ticks[4]  # all; idle, and waiting for disks
+            user, nice, system, _idle, _disk, _irq, _packets, stolen = map(int, file.readline().split()[1:9])
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        anybody = (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
+        return cls(time.monotonic(), anybody, sum(usage.ru_utime + usage.ru_stime for usage in usages))
 
-    before = spent()
-    time.sleep(seconds)
-    total, idle = (now - then for now, then in zip(spent(), before, strict=True))
-    return 1 - idle / max(total, 1)
+    def by_others(self, before: Spent, cores: int) -> float:
+        """The share of the cores that others had since then."""
+        others = (self.anybody - before.anybody) - (self.own - before.own)
+        return max(0.0, others / (cores * (self.clock - before.clock)))
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -99,6 +113,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=Case.ranks)
     parser.add_argument("--batch", type=int, default=Case.batch, help="of one rank")
     parser.add_argument("--width", type=int, default=Case.width, help="of the model's layers")
+    parser.add_argument("--rate", type=float, default=Case.rate, help="of learning, for everybody")
     parser.add_argument("--steps", type=int, default=Case.steps, help="timed ones, of who sends gradients whole")
     parser.add_argument("--seconds", type=float, default=300, help="at most, for one contender's turn")
     parser.add_argument("--results", type=Path, default=RESULTS / "network", help="the folder to write to")

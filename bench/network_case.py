@@ -17,13 +17,13 @@ class Case:
     ranks: int = 4
     layers: int = 5
     width: int = 1024
-    classes: int = 100
-    noise: float = 2.0
+    classes: int = 10
+    noise: float = 5.0
     batch: int = 64
     warm_up: int = 5
     steps: int = 40
     longer: int = 3
-    rate: float = 0.05
+    rate: float = 0.01
     momentum: float = 0.9
     target: float = 0.5
     seed: int = 0

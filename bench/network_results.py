@@ -1,7 +1,7 @@
 """Rows of `make bench-network`: one for each contender, rate and round; what the counters must show; and the tables.
 
-A row is {"contender", "case", "round", "commit", "machine", "when", "busy"} and what `row_of` made of the ranks' words, with
-"failed" or "skipped" where there are none.
+A row is {"contender", "case", "round", "commit", "machine", "when", "others"} and what `row_of` made of the ranks' words, with
+"failed" or "skipped" where there are none. "others" is the share of the cores that they had meanwhile.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def table(case: Case, rows: Iterable[Row]) -> str:
     lines += ["", *(f"{LINE}: {summary(row)}." for row in mine if row["contender"] == LINE)]
     trained = [row for row in mine if "seconds" in row]
     if trained:
-        busy = [row["busy"] for row in trained]
-        lines += [f"Busy with others before the runs: {min(busy):.0%} to {max(busy):.0%} of the cores."]
+        others = [row["others"] for row in trained]
+        lines += [f"Others had {min(others):.0%} to {max(others):.0%} of the cores during the runs."]
         drops = sum(one["drops"] for row in trained for one in row["outside"])
         lines += [f"Packets dropped by the limits: {drops}."]
     lines += [f"WRONG: {row['contender']}, round {row['round']}: {what}" for row in trained for what in row["wrong"]]

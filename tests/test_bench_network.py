@@ -139,7 +139,7 @@ def test_counters_that_cannot_be_are_told() -> None:
 
 
 def test_rows_are_kept_by_commit_and_machine_and_shown() -> None:
-    about = {"case": asdict(CASE), "round": 0, "commit": "now", "machine": MACHINE, "when": "2026", "busy": 0.5}
+    about = {"case": asdict(CASE), "round": 0, "commit": "now", "machine": MACHINE, "when": "2026", "others": 0.5}
     figures = {
         "seconds": [1.0, 2.0],
         "ends": [1.0, 2.0, 4.0, 5.0, 6.0, 7.0],
@@ -159,7 +159,7 @@ def test_rows_are_kept_by_commit_and_machine_and_shown() -> None:
     assert f"| {POWER} | why |" in page
     assert f"| {SPARSE} | not there |" in page
     assert f"WRONG: {FP32}, round 0: odd" in page
-    assert "50% to 50%" in page
+    assert "Others had 50% to 50% of the cores" in page
     assert "limits: 3." in page
 
 
@@ -168,6 +168,11 @@ def test_who_sends_little_takes_more_steps() -> None:
         return replace(CONTENDERS[FP32], whole=whole)
 
     assert (of(True).steps(CASE), of(False).steps(CASE)) == (CASE.steps, CASE.longer * CASE.steps)
+
+
+def test_the_time_that_others_had() -> None:
+    before, after = network.Spent(10.0, 100.0, 5.0), network.Spent(20.0, 115.0, 10.0)
+    assert after.by_others(before, cores=2) == 0.5  # 15 s by anybody, 5 of them ours; 20 s of two cores
 
 
 # What follows makes namespaces.
