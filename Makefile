@@ -11,7 +11,7 @@ BENCH_READY := $(VENV)/.bench-ready
 # Ranks are processes here: one thread each, or 8 of them fight over the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-full test-gpu lint bench-move bench-gpu bench-network contenders performance clean
+.PHONY: help demo test test-full test-gpu lint bench-move bench-gpu bench-network bench-convergence contenders performance clean
 
 help:
 	@echo "make demo        training within a budget, killed and resumed, on this machine, in a minute"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-full   all tests, and more examples of every property"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make bench-gpu   training within a cap against PyTorch and DeepSpeed, on one GPU (minutes per section)"
+	@echo "make bench-convergence  what models learn with sparse exchange, against dense (an hour or two on one core; it resumes)"
 	@echo "make contenders  DeepSpeed and torchao in a folder, for make bench-gpu on machines where nothing can be installed"
 	@echo "make performance docs/performance.md from the results of make bench-gpu"
 	@echo "make bench-network  training over slow links against PyTorch's exchanges, on this machine, as root (about 15 minutes)"
@@ -63,6 +64,9 @@ bench-gpu: $(READY)
 
 bench-network: $(READY)
 	$(BIN)/python -m bench.network
+
+bench-convergence: $(READY)
+	$(BIN)/python -m bench.convergence
 
 contenders: $(READY)
 	$(BIN)/python -m bench.contenders_folder
