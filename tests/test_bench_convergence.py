@@ -83,6 +83,7 @@ def test_a_letters_entropy_is_that_of_its_text() -> None:
     assert float(surprise / len(text)) == pytest.approx(spelt.entropy, rel=0.02)
 
 
+@pytest.mark.full
 def test_training_agrees_if_all_is_sent_and_suffers_if_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convergence, "POINTS", 1)
     task = TextTask()
