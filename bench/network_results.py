@@ -108,7 +108,8 @@ def table(case: Case, rows: Iterable[Row]) -> str:
         figures = _figures(case, [row for row in here if "seconds" in row])
         if figures:
             lines.append(f"| {name} | {' | '.join(_cells(figures, base))} |")
-        lines += [f"| {name} | {summary(row).splitlines()[0]} {'|' * (len(COLUMNS) - 1)}" for row in here if "seconds" not in row]
+        why = dict.fromkeys(summary(row).splitlines()[0] for row in here if "seconds" not in row)  # once for all rounds
+        lines += [f"| {name} | {each} {'|' * (len(COLUMNS) - 1)}" for each in why]
     lines += ["", *(f"{LINE}: {summary(row)}." for row in mine if row["contender"] == LINE)]
     trained = [row for row in mine if "seconds" in row]
     if trained:
