@@ -28,7 +28,7 @@ from scrimp.zoo.grammar import generator
 RESULTS = Path(__file__).parent / "results" / "convergence" / "rows.json"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TUNING_SEED, SEEDS = 0, (1, 2, 3, 4, 5)
-LR_GRID = {"SGD": (0.05, 0.1, 0.2, 0.4), "AdamW": (0.0025, 0.005, 0.01, 0.02)}
+LR_GRID = {"SGD": (0.05, 0.1, 0.2, 0.4, 0.8), "AdamW": (0.0025, 0.005, 0.01, 0.02)}
 LR_RISE, LR_LAST = 0.05, 0.1  # of the steps; of the learning rate, to which it sinks by a cosine
 WEIGHT_DECAY = {"SGD": 0.0, "AdamW": 0.01}
 WARM = 0.1  # of the steps, in which the density sinks
@@ -63,7 +63,7 @@ def _family(family: str) -> list[Contender]:
 CONTENDERS = (
     *_family("SGD"),
     *_family("AdamW"),
-    Contender(name="AdamW, sparse, of raw gradients", family="AdamW", rule="raw", sending=Sending()),
+    Contender(name="AdamW, sparse, raw", family="AdamW", rule="raw", sending=Sending()),
 )
 
 
@@ -148,7 +148,10 @@ def tuned(book: Book, task: Task, contender: Contender, steps: int) -> float:
         contender = next(one for one in CONTENDERS if one.name == contender.lr_of)
     grid = LR_GRID[contender.family]
     losses = [book.row(task, contender, lr, TUNING_SEED, steps // 2)["loss"] for lr in grid]
-    return grid[min(range(len(grid)), key=lambda i: math.inf if losses[i] is None else losses[i])]
+    best = min(range(len(grid)), key=lambda i: math.inf if losses[i] is None else losses[i])
+    if best in (0, len(grid) - 1) and not book.closed:
+        print(f"{task.name}: {contender.name}: lr {grid[best]:g} is best, but at an end of the grid", flush=True)
+    return grid[best]
 
 
 def rows_of(book: Book, task: Task, contender: Contender, seeds: int, steps: int) -> list[Row]:

@@ -16,11 +16,12 @@ Rows = Mapping[str, Sequence[Row]]  # by contender, in the order of the seeds
 INTRODUCTION = f"""# Convergence
 
 Written by `make bench-convergence` from `bench/results/convergence/`. {WORKERS} workers in one process share weights, and each
-has the gradient of its own part of the batch; "sparse" sends 1 % of every parameter of 4096 elements or more from each worker,
-as bf16, and the others whole. The learning rate of each contender is the best of the same grid, in runs of half the length on
-a seed that serves for nothing else; those with residuals of fewer bits take that of fp32, so that nothing but the residual
-differs. Figures are means over seeds, with their standard errors; "over dense" is the mean of the differences seed by seed, as
-equal seeds begin with equal weights and see equal batches.
+has the gradient of its own part of the batch. "Sparse" sends 1 % of every parameter of 4096 elements or more from each worker,
+as bf16, and the others whole: of Adam's own update, but of bare gradients, from which Adam is computed after their arrival,
+where it says "raw". The learning rate of each contender is the best of the same grid, in runs of half the length on a seed
+that serves for nothing else; those with residuals of fewer bits take that of fp32, so that nothing but the residual differs.
+Figures are means over seeds, with their standard errors; "over dense" is the mean of the differences seed by seed, as equal
+seeds begin with equal weights and see equal batches.
 """
 FIGURES = ("loss", "accuracy")
 COLUMNS = ("contender", "learning rate", "loss", "accuracy", "loss over dense", "accuracy over dense")

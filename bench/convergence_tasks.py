@@ -21,7 +21,7 @@ SHORTEST, LONGEST = 2, 5
 SPACE, STOP, FIRST = 0, 1, 2  # characters; the letters begin at FIRST
 SEQ = 32
 TRAIN_TOKENS, VALID_ROWS = 400_000, 1024
-CLASSES, SIZE = 32, 16
+CLASSES, SIZE = 128, 16
 VALID_IMAGES = 2048
 
 
@@ -80,7 +80,7 @@ class TextTask:
 
 
 class ImagesTask:
-    """Stripes of 32 kinds. Batch norm as DDP has it: each worker normalises with its own part."""
+    """Stripes of 128 kinds, some of them much alike. Batch norm as DDP has it: each worker normalises with its own part."""
 
     name, title, figure, steps = "images", "A ResNet that tells stripes", "accuracy", 600
     floor, remark = 0.0, ""
