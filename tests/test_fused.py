@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,18 +15,9 @@ from scrimp.chunks._home import Piece
 from scrimp.chunks._optim import SGD, AdamW, Optimizer
 from scrimp.chunks._update import Updater, stage_numel
 from scrimp.engine import Engine, Memory
+from tests.kernels import INTERPRETED, OPTIMIZERS, TRITON, on_the_gpu, run_interpreted
 
 CPU = torch.device("cpu")
-OPTIMIZERS: tuple[Optimizer, ...] = (
-    AdamW(lr=1e-3),
-    AdamW(lr=3e-2, betas=(0.4, 0.95), eps=1e-4, weight_decay=0.3),
-    AdamW(lr=0.1, betas=(0.0, 0.0), weight_decay=0.0),
-    SGD(lr=0.1),
-    SGD(lr=0.01, weight_decay=0.1),
-    SGD(lr=0.01, momentum=0.9, weight_decay=0.1),
-    SGD(lr=0.01, momentum=0.9, dampening=0.3),
-    SGD(lr=0.3, momentum=0.7, nesterov=True, weight_decay=0.01),
-)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (1, 7, 64, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 333)
 
@@ -137,20 +123,9 @@ def test_an_ulp() -> None:
     assert not within_an_ulp(one, one.nan_to_num())
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-
-
-@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="no Triton, or it interprets already")
+@pytest.mark.skipif(INTERPRETED or not TRITON, reason="no Triton, or it interprets already")
 def test_the_kernel_in_tritons_interpreter() -> None:
-    """In a process of its own: the switch is read when Triton is imported."""
-    if torch.cuda.is_available():
-        pytest.skip("the tests on the GPU say more")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", __file__, "-k", "interpreted"],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="Triton does not interpret here")
@@ -208,13 +183,7 @@ def test_neighbours_that_are_updated_alike_are_one(grouped: bool) -> None:
 
 @pytest.fixture(name="kernel")
 def _kernel() -> Fused:
-    device = torch.device("cuda", torch.cuda.current_device())
-    wanted = kinds(OPTIMIZERS, DTYPES)
-    found = fused(device, wanted)
-    if found is None and importlib.util.find_spec("triton") is None:
-        pytest.skip("no Triton")
-    assert found is not None, why_not(device, wanted)
-    return found
+    return on_the_gpu(kinds(OPTIMIZERS, DTYPES))
 
 
 class TestOnAGpu:

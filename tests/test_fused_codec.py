@@ -4,11 +4,6 @@ on a GPU; there within one ulp of torch's tiles too, but for codes that this ulp
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +13,13 @@ from scrimp import zoo
 from scrimp.chunks import _fused
 from scrimp.chunks._codec import BLOCK as CODED
 from scrimp.chunks._codec import Coder, coder_numel, fields
-from scrimp.chunks._fused import BLOCK, Fused, Kind, fused, kinds, nearly_all, why_not, within_an_ulp
+from scrimp.chunks._fused import BLOCK, Fused, Kind, kinds, nearly_all, within_an_ulp
 from scrimp.chunks._home import Piece
 from scrimp.chunks._optim import AdamW
 from scrimp.chunks._update import Updater, stage_numel
 from scrimp.engine import Engine, Memory
-from tests.test_fused import CPU, DTYPES, INTERPRETED, gpu
+from tests.kernels import INTERPRETED, TRITON, on_the_gpu, run_interpreted
+from tests.test_fused import CPU, DTYPES, gpu
 
 OPTIMIZERS = (
     AdamW(lr=1e-3, state="int8"),
@@ -133,17 +129,9 @@ def test_codes_that_an_ulp_turns() -> None:
     assert not nearly_all(many, codes)
 
 
-@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="no Triton, or it interprets already")
+@pytest.mark.skipif(INTERPRETED or not TRITON, reason="no Triton, or it interprets already")
 def test_the_kernel_in_tritons_interpreter() -> None:
-    """In a process of its own: the switch is read when Triton is imported."""
-    if torch.cuda.is_available():
-        pytest.skip("the tests on the GPU say more")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", __file__, "-k", "interpreted"],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="Triton does not interpret here")
@@ -157,13 +145,7 @@ def test_interpreted_it_codes_as_torch_does(optimizer: AdamW) -> None:
 
 @pytest.fixture(name="kernel")
 def _kernel() -> Fused:
-    device = torch.device("cuda", torch.cuda.current_device())
-    wanted = kinds([*OPTIMIZERS, AdamW()], DTYPES)
-    found = fused(device, wanted)
-    if found is None and importlib.util.find_spec("triton") is None:
-        pytest.skip("no Triton")
-    assert found is not None, why_not(device, wanted)
-    return found
+    return on_the_gpu(kinds([*OPTIMIZERS, AdamW()], DTYPES))
 
 
 class TestOnAGpu:

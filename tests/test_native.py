@@ -17,20 +17,11 @@ from scrimp.chunks._native import Native, native, takes, why_not
 from scrimp.chunks._optim import SGD, AdamW, Optimizer
 from scrimp.chunks._update import TILE, Updater
 from scrimp.engine import Engine, Memory
+from tests.kernels import OPTIMIZERS
 
 pytestmark = pytest.mark.skipif(native() is None, reason=f"no native kernel here: {why_not()}")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-OPTIMIZERS: tuple[Optimizer, ...] = (
-    AdamW(lr=1e-3),
-    AdamW(lr=3e-2, betas=(0.4, 0.95), eps=1e-4, weight_decay=0.3),  # another branch of lerp
-    AdamW(lr=0.1, betas=(0.0, 0.0), weight_decay=0.0),
-    SGD(lr=0.1),
-    SGD(lr=0.01, weight_decay=0.1),
-    SGD(lr=0.01, momentum=0.9, weight_decay=0.1),
-    SGD(lr=0.01, momentum=0.9, dampening=0.3),
-    SGD(lr=0.3, momentum=0.7, nesterov=True, weight_decay=0.01),
-)
 COUNTS = (1, 2, 77, 100_001)
 SPECIAL = [
     0.0,

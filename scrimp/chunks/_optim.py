@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from scrimp.chunks._codec import Field, fields
 from scrimp.errors import RunError
@@ -13,8 +14,24 @@ Rate = float | Callable[[int], float]
 Groups = Sequence[tuple[str, Mapping[str, object]]]
 
 
+class _Kept:
+    """What an optimizer keeps for each parameter besides its master: so many `states`, as `state` says."""
+
+    states: Any
+    state: Any
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return fields(self.states, self.state)
+
+    @property
+    def update_nbytes(self) -> float:
+        """What an update reads and writes per parameter: gradient in, weight out, master and states in place."""
+        return 2 + 2 + 2 * (4 + sum(field.dtype.itemsize / field.every for field in self.fields))
+
+
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamW(_Kept):
     """Decoupled weight decay, as torch.optim.AdamW. `lr` may be a function of the step, counted from 0. `groups`
     overrides fields for parameters whose name matches a glob; the first match counts.
 
@@ -31,17 +48,9 @@ class AdamW:
 
     states = 2  # numbers kept for each parameter besides its master
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return fields(self.states, self.state)
-
-    @property
-    def update_nbytes(self) -> float:
-        return _update_nbytes(self.fields)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SGD:
+class SGD(_Kept):
     """As torch.optim.SGD: weight decay is added to the gradient."""
 
     lr: Rate = 1e-3
@@ -57,21 +66,8 @@ class SGD:
     def states(self) -> int:
         return int(any([self.momentum, *(overrides.get("momentum", 0) for _, overrides in self.groups)]))
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        return fields(self.states, self.state)
-
-    @property
-    def update_nbytes(self) -> float:
-        return _update_nbytes(self.fields)
-
 
 Optimizer = AdamW | SGD
-
-
-def _update_nbytes(kept: Sequence[Field]) -> float:
-    """What an update reads and writes per parameter: gradient in, weight out, master and states in place."""
-    return 2 + 2 + 2 * (4 + sum(field.dtype.itemsize / field.every for field in kept))
 
 
 def by_parameter(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Optimizer]:

@@ -92,9 +92,7 @@ class Updating:
 
     def run(self, landed: list[tuple[int, Slot]], step: int, counts: dict[str, int], scale: torch.Tensor | None) -> None:
         """Homes on host and disk are updated beside what comes next; whoever asks for one waits for it alone."""
-        by_layer: dict[int, list[Slot]] = {}
-        for layer, slot in landed:
-            by_layer.setdefault(layer, []).append(slot)
+        by_layer = _by_layer(landed)
         there = [layer for layer in by_layer if self.store.homes[layer].place == DEVICE]
         for layer in sorted(by_layer.keys() - {*there}):  # before the device is told all that it has to do
             self.start(layer, by_layer[layer], self.numbers(by_layer[layer], counts), step, scale)
@@ -186,11 +184,16 @@ class Updating:
 
 def restore_all(store: Store, landed: Iterable[tuple[int, Slot]]) -> None:
     """Instead of an update: weights again where gradients stand."""
-    by_layer: dict[int, list[Slot]] = {}
-    for layer, slot in landed:
-        by_layer.setdefault(layer, []).append(slot)
+    by_layer = _by_layer(landed)
     for layer, space in enumerate(store.table.layers):
         if store.anchored(layer):  # gradients that stand there without having been retired
             by_layer[layer] = list(space.slots[: sum(slot.trainable for slot in space.slots)])
     for layer, slots in by_layer.items():
         store.restore(layer, slots)
+
+
+def _by_layer(landed: Iterable[tuple[int, Slot]]) -> dict[int, list[Slot]]:
+    found: dict[int, list[Slot]] = {}
+    for layer, slot in landed:
+        found.setdefault(layer, []).append(slot)
+    return found

@@ -1,0 +1,51 @@
+"""What the tests of update kernels share: optimizers of every kind, and Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scrimp.chunks._fused import Fused, Kind, fused, why_not
+from scrimp.chunks._optim import SGD, AdamW, Optimizer
+
+OPTIMIZERS: tuple[Optimizer, ...] = (
+    AdamW(lr=1e-3),
+    AdamW(lr=3e-2, betas=(0.4, 0.95), eps=1e-4, weight_decay=0.3),  # another branch of lerp
+    AdamW(lr=0.1, betas=(0.0, 0.0), weight_decay=0.0),
+    SGD(lr=0.1),
+    SGD(lr=0.01, weight_decay=0.1),
+    SGD(lr=0.01, momentum=0.9, weight_decay=0.1),
+    SGD(lr=0.01, momentum=0.9, dampening=0.3),
+    SGD(lr=0.3, momentum=0.7, nesterov=True, weight_decay=0.01),
+)
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and TRITON
+
+
+def run_interpreted(file: str) -> None:
+    """The tests of a file whose names have "interpreted" in them, in a process of its own: the switch is read when Triton is
+    imported."""
+    if torch.cuda.is_available():
+        pytest.skip("the tests on the GPU say more")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", file, "-k", "interpreted"],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(file).parents[1], capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+def on_the_gpu(wanted: frozenset[Kind]) -> Fused:
+    """The device's kernel, which must be there where Triton is."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = fused(device, wanted)
+    if found is None and not TRITON:
+        pytest.skip("no Triton")
+    assert found is not None, why_not(device, wanted)
+    return found
