@@ -15,7 +15,7 @@ from bench.gpu_contenders import COMPUTE, FSDP2, PLAIN, SCRIMP, TORCHAO, ZERO2, 
 FULL, HOST = "139GiB", "113GiB"  # of the card, and of the host for models that need nearly all of it
 B7: dict[str, Any] = {"layers": 32, "dim": 4096, "batch": 8}  # 6.86B parameters
 B3: dict[str, Any] = {"layers": 32, "dim": 2560, "batch": 8}  # 2.78B
-SMALL = Case(layers=24, dim=2048, batch=8, cap=FULL, steps=15)  # 1.42B: its steps are short, so there are more of them
+SMALL = Case(layers=24, dim=2048, batch=8, cap=FULL, steps=40)  # 1.42B: its steps are short, so there are more of them
 CAPS = ["12GiB", "16GiB", "24GiB", "40GiB", "60GiB", "80GiB", "110GiB", FULL]
 LARGEST: dict[str, Any] = {"dim": 5120, "cap": FULL, "host": HOST, "warm_up": 2, "steps": 2, "clipped": False}
 TINY = Case(layers=2, dim=256, batch=2, seq=64, vocab=512, cap="1GiB")

@@ -16,7 +16,11 @@ update starts before the last gradient, and no backward before the forward that 
 of backward, copies down and copies of weights that come a second time, plus the longest of forward, host update, states
 read and copies up of the new weights.
 
-There are two such bounds: with the best rate that the host's updates reached in this engine (beside copies, which are
+One thing cannot overlap. The forward of the last layer that the host updates, and of all after it, waits for the last of
+its updates; and no gradient that it could go on with is there before that forward has ended. So a step takes at least the
+host's update and then that end of the forward.
+
+There are two such bounds: with the rate that the host's updates usually have in this engine (beside copies, which are
 therefore in it), and the physical one, with the rate that `Cluster.probe` finds for the same kernel alone, copies charged
 to the host's memory as well.
 """
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 
 BACKWARD = 2  # a backward computes about twice a forward: until one was measured
 HOST_UPDATE, DISK_WRITE = "host update", "disk write"
+THEN_END = "host update, then the forward's end"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,8 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a step must do at least. `fresh_nbytes` come up after their update, `again_nbytes` another time."""
+    """What a step must do at least. `fresh_nbytes` come up after their update, `again_nbytes` another time. `end_seconds`:
+    of the forward, from the last layer on that the host updates."""
 
     forward_seconds: float
     backward_seconds: float
@@ -72,6 +78,7 @@ class Load:
     down_nbytes: int
     update_nbytes: int
     passed_nbytes: int = 0
+    end_seconds: float = 0.0
     disk: dict[str, float] = field(default_factory=dict)  # seconds of reading and of writing
 
     def phases(self, machine: Machine, host_rate: float, *, judged: bool, charged: bool) -> tuple[Phase, ...]:
@@ -88,6 +95,7 @@ class Load:
                 "copies both ways": machine.copy_seconds(up, down),
                 HOST_UPDATE: host_seconds + (up + down) * share,
             }
+            self._then_end(terms, host_seconds)
             return (Phase(name="all overlapped", terms=terms | self.disk),)
         before = {
             "compute": self.backward_seconds,
@@ -100,6 +108,7 @@ class Load:
             "copies both ways": machine.copy_seconds(self.fresh_nbytes + passed, passed),
             HOST_UPDATE: host_seconds + (self.fresh_nbytes + 2 * passed) * share,
         }
+        self._then_end(after, host_seconds)
         if not share:
             del before["host memory"]
         if not passed:
@@ -109,6 +118,10 @@ class Load:
             Phase(name="update and next forward", terms=after | {k: v for k, v in self.disk.items() if k != DISK_WRITE}),
         )
 
+    def _then_end(self, terms: dict[str, float], host_seconds: float) -> None:
+        if self.end_seconds and host_seconds:  # without the copies' share: they may go on beside that forward
+            terms[THEN_END] = host_seconds + self.end_seconds
+
     def beside(self, *, judged: bool) -> dict[str, float]:
         """What may go on through all phases: writing, until the same is read again."""
         return {k: v for k, v in self.disk.items() if k == DISK_WRITE and judged}
@@ -116,7 +129,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """`own` are the phases at the host's best rate in this engine, `physical` those at the machine's; `beside`: seconds of
+    """`own` are the phases at the host's usual rate in this engine, `physical` those at the machine's; `beside`: seconds of
     what goes on through all of them. The last step took `seconds`; from the end of the one before to its end the host's
     worker was `busy_seconds` at work, and `waited_seconds` were spent waiting for updates."""
 
@@ -154,7 +167,7 @@ class Bound:
         least, host, compute = self.least_seconds, _sum_of(self.own, HOST_UPDATE), _sum_of(self.own, "compute")
         gap = {"all": self.seconds - least}
         if host:
-            gap["host, slower than its best"] = self.busy_seconds - host
+            gap["host, slower than usual"] = self.busy_seconds - host
             gap["host, idle beyond the bound"] = self.seconds - self.busy_seconds - (least - host)
         gap["device, waiting for updates beyond the bound"] = self.waited_seconds - (least - compute)
         gap["device, the rest (copies, launches, judging)"] = self.seconds - compute - self.waited_seconds
@@ -166,7 +179,7 @@ class Bound:
             f"down  {format_nbytes(self.down_nbytes)}, at least {format_nbytes(self.least_down_nbytes)}",
             f"step  {self.seconds:.3f} s",
             f"least {self.least_seconds:.3f} s ({self._share(self.least_seconds)}), the host at the {self.own_rate / 1e9:.4g} "
-            "GB/s it reached in this engine",
+            "GB/s of its last updates",
             *(f"  {phase}" for phase in self.own),
             *(f"  beside all of that: {name} {seconds:.3f} s" for name, seconds in self.beside.items()),
             f"least {self.physical_seconds:.3f} s ({self._share(self.physical_seconds)}), physically",
@@ -188,11 +201,11 @@ def bound(engine: Engine) -> Bound:
     if plan is None or plan.choice is None:
         raise RunError("no bound yet: the first steps trace the model; ask again after a step or two more")
     machine = probe_at_rest(engine.store)
-    store, rates = planning.store, planning.best_rates()
+    store, own_rate = planning.store, planning.usual_rate()
     load = _load(engine, plan)
     up, down = load.fresh_nbytes + load.again_nbytes, load.down_nbytes
     judged = engine._must_judge
-    own = load.phases(machine, rates.host, judged=judged, charged=False)
+    own = load.phases(machine, own_rate, judged=judged, charged=False)
     physical = load.phases(machine, machine.host_update, judged=judged, charged=True)
     if _total(own) < _total(physical):  # what the engine reached is possible, whatever was found alone
         physical = own
@@ -205,7 +218,7 @@ def bound(engine: Engine) -> Bound:
         own=own,
         physical=physical,
         beside=load.beside(judged=judged),
-        own_rate=rates.host,
+        own_rate=own_rate,
         machine=machine,
         seconds=engine.seconds,
         busy_seconds=engine.host_seconds[0],
@@ -234,8 +247,24 @@ def _load(engine: Engine, plan: Planned) -> Load:
         down_nbytes=sum(_gradients_nbytes(store, k) for k, there in enumerate(at_home) if not there),
         update_nbytes=sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if not at_home[k]),
         passed_nbytes=sum(c.home_nbytes for k, c in enumerate(plan.costs) if store.homes[k].place == THROUGH),
+        end_seconds=_end_seconds(
+            store, plan, timing.best, [new and not there for new, there in zip(trained, at_home, strict=True)]
+        ),
         disk=store.spill.least_seconds(),
     )
+
+
+def _end_seconds(store: Store, plan: Planned, forward: dict[int, float], by_host: list[bool]) -> float:
+    """Of a micro-batch's forward, from the last layer on whose update the host makes. A layer with others inside is not
+    counted: its forward has theirs in it."""
+    assert plan.choice is not None
+    paths = [layer.path for layer in store.table.layers]
+    outer = {
+        k for k, path in enumerate(paths) if any(other.startswith(f"{path}." if path else "") for other in paths if other != path)
+    }
+    order = list(dict.fromkeys(layer for moment in plan.choice.moments for layer in moment.needs))
+    last = max((at for at, layer in enumerate(order) if by_host[layer]), default=len(order))
+    return sum(forward.get(layer, 0.0) for layer in order[last:] if layer not in outer) / store.accumulate
 
 
 def _gradients_nbytes(store: Store, layer: int) -> int:

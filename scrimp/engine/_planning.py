@@ -9,8 +9,10 @@ uses the schedule of a larger one. All ranks decide alike: they compare what the
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
@@ -63,6 +65,7 @@ class Planning:
         self.current: Planned | None = None
         self._digested: Planned | None = None  # the last one that was made
         self._updates, self._best_update = 0, 0.0
+        self._recent_updates: deque[float] = deque(maxlen=5)
         self._plans: dict[Signature | bytes, Planned] = {}
         self._homes: frozenset[int] | None = None  # on the device; None: not chosen yet
         self._through: frozenset[int] | None = None
@@ -129,12 +132,17 @@ class Planning:
         to touch its memory for the first time. Called by the worker, which must not change what is being planned with."""
         if nbytes and self._updates:
             self._best_update = max(self._best_update, nbytes / seconds)
+            self._recent_updates.append(nbytes / seconds)
         self._updates += 1
 
     def best_rates(self) -> Rates:
         """With the best of the host's updates so far."""
         best = self._best_update
         return replace(self.rates, host=best) if best else self.rates
+
+    def usual_rate(self) -> float:
+        """Of the host's last few updates: the one in the middle."""
+        return median([*self._recent_updates]) if self._recent_updates else self.rates.host
 
     def learn(self, plan: Planned, trace: list[Moment] | None, residents: Residents) -> None:
         """After a step; with its moments, if it traced."""
