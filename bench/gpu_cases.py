@@ -16,7 +16,6 @@ from torch import nn
 
 import scrimp
 from scrimp import zoo
-from scrimp.ledger import parse_nbytes
 
 CHUNK = 2048  # tokens whose logits are held at once, in the zoo's models
 
@@ -73,11 +72,6 @@ class Case:
 
     def parameters(self) -> int:
         return _count(self)
-
-    @property
-    def roomy(self) -> bool:
-        """All weights in bf16 take less than half of the cap."""
-        return 4 * self.parameters() < parse_nbytes(self.cap)
 
     def filled(self, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The whole model with its first weights."""

@@ -69,7 +69,7 @@ def spared(contender: str, case: Case, rows: dict[str, Row]) -> Row | None:
         return None
     for row in rows.values():
         other = Case(**row["case"])
-        if row["contender"] != contender or replace(other, cap=case.cap, host=case.host) != case or other.roomy != case.roomy:
+        if row["contender"] != contender or replace(other, cap=case.cap, host=case.host) != case:
             continue
         fitted = "failed" not in row and parse_nbytes(other.cap) <= parse_nbytes(case.cap)
         if fitted or row.get("failed") == "host memory ran out":
