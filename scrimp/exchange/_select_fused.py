@@ -20,15 +20,15 @@ from scrimp.exchange._packet import packet_nbytes, parts, unpack
 
 SPLITS, BINS = 8, 256  # as in the kernels: chunks of a row, and what a digit can be
 DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))  # of a magnitude's bits: the lowest, and how many
-BLOCK, WARPS, COUNT_WARPS = 1024, 8, 16  # counting keeps 16 numbers a thread: two programs on a multiprocessor
+BLOCK, WARPS = 1024, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)
 TRIED = 2 * COLUMNS + 777  # whole rows and a rest
 
 
 def scratch_nbytes(numel: int) -> int:
-    """What `send` needs beside residual and packet while it runs: a 32nd of an fp32 residual."""
-    return 2 * -(-numel // COLUMNS) * SPLITS * (2 * BINS + 2 * 4)
+    """What `send` needs beside residual and packet while it runs: a 16th of an fp32 residual."""
+    return 2 * -(-numel // COLUMNS) * SPLITS * (BINS + 2) * 4
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class FusedExchange:
             return
         places, sent = parts(packet, how, dtype)
         rows, device = -(-how.numel // COLUMNS), residual.device
-        counts = torch.empty(2, rows, SPLITS, BINS, dtype=torch.int16, device=device)
+        counts = torch.empty(2, rows, SPLITS, BINS, dtype=torch.int32, device=device)
         state = torch.empty(2, rows, 2 * SPLITS, dtype=torch.int32, device=device)
         grid, before = (rows * SPLITS,), 0
         with torch.cuda.device_of(residual):  # type: ignore[no-untyped-call]
@@ -75,7 +75,7 @@ class FusedExchange:
                 old, new = (turn + 1) % 2, turn % 2
                 self.kernels.count[grid](
                     residual, counts[old], state[old], counts[new], state[new], how.numel, how.per_row, how.from_rest,
-                    width_before=before, shift=shift, width=width, columns=COLUMNS, num_warps=COUNT_WARPS,
+                    width_before=before, shift=shift, width=width, columns=COLUMNS, num_warps=WARPS,
                 )  # fmt: skip
                 before = width
             self.kernels.send[grid](

@@ -4,9 +4,9 @@
 A magnitude's bits, without the sign, are in the order of the magnitudes. So the least magnitude that is sent is found digit by
 digit, from the highest bits: a pass counts how often each digit occurs among those that agree in the digits before, and the
 next pass begins by looking where the count, from the top, comes to what is wanted. Four passes find all 31 bits, whatever
-the numbers are. Each row is shared by some programs, each with a chunk and counts of its own: nothing is added by atomics,
-nothing need be zero before. The counts also say how many entries come from the chunks before, so that the last pass, which
-sends, knows where in the packet it writes. Among equal magnitudes the first are sent.
+the numbers are. Each row is shared by some programs, each with a chunk and counts of its own. The counts also say how many
+entries come from the chunks before, so that the last pass, which sends, knows where in the packet it writes. Among equal
+magnitudes the first are sent.
 
 Only `_select_fused.py` imports this file: Triton need not be there.
 """
@@ -17,6 +17,8 @@ import triton.language as tl
 SPLITS = tl.constexpr(8)  # chunks of a row
 BINS = tl.constexpr(256)  # what a digit can be
 STATE = tl.constexpr(2 * SPLITS.value)  # numbers kept for a row: digits so far, entries wanted, larger ones of each chunk
+FEW = tl.constexpr(8)  # if less than one in so many of a chunk is in question, they are added one by one: that is quicker
+COUNTED = tl.constexpr(2048)  # elements that are counted together
 STEP = tl.constexpr(1024)  # elements that are sent together: more would not fit the registers
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
@@ -40,28 +42,52 @@ def count(
     of the digit counted before, 0 if none was."""
     block: tl.constexpr = columns // SPLITS
     row, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
-    chunk, digits = tl.arange(0, SPLITS), tl.arange(0, BINS)
+    chunk = tl.arange(0, SPLITS)
     start = row.to(tl.int64) * columns
     length = tl.minimum(numel - start, columns).to(tl.int32)
+    into = counts + (row * SPLITS + split) * BINS
     if width_before:
         prefix, wanted, larger, equal = _narrowed(counts_before, state_before, row, width_before)
         mine = tl.sum(tl.where(chunk == split, equal, 0), axis=0)
+        if mine * FEW < block:
+            _count_few(values + start, into, mine, prefix, split, length, shift, width, block)
+        else:
+            _count_many(values + start, into, prefix, split, length, shift, width, block)
     else:
         wanted = tl.where(length == columns, per_row, from_rest)
         prefix, larger = wanted * 0, tl.zeros((SPLITS,), tl.int32)
-        mine = length - split * block
-    if mine > 0:
-        place = split * block + tl.arange(0, block)
-        bits = _loaded(values + start, place, (split + 1) * block, length).to(tl.int32, bitcast=True) & MAGNITUDE
-        asked = (place < length) & ((bits >> (shift + width)) == prefix)
-        found = tl.histogram((bits >> shift) & ((1 << width) - 1), BINS, mask=asked)
-    else:
-        found = tl.zeros((BINS,), tl.int32)
-    tl.store(counts + (row * SPLITS + split) * BINS + digits, found.to(tl.int16))
+        _count_many(values + start, into, prefix, split, length, shift, width, block)
     if split == 0:
         tl.store(state + row * STATE, prefix)
         tl.store(state + row * STATE + 1, wanted)
         tl.store(state + row * STATE + SPLITS + chunk, larger)
+
+
+@triton.jit
+def _count_many(values, into, prefix, split, length, shift: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
+    found = tl.zeros((BINS,), tl.int32)
+    for turn in range(block // COUNTED):
+        asked, digit = _digits(values, prefix, split * block + turn * COUNTED, length, shift, width)
+        found += tl.histogram(digit, BINS, mask=asked)
+    tl.store(into + tl.arange(0, BINS), found)
+
+
+@triton.jit
+def _count_few(values, into, mine, prefix, split, length, shift: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
+    tl.store(into + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
+    tl.debug_barrier()  # all of it is zero before any of it is added to
+    if mine > 0:
+        for turn in range(block // COUNTED):
+            asked, digit = _digits(values, prefix, split * block + turn * COUNTED, length, shift, width)
+            tl.atomic_add(into + digit, 1, asked, sem="relaxed")
+
+
+@triton.jit
+def _digits(values, prefix, first, length, shift: tl.constexpr, width: tl.constexpr):
+    """Who is in question, and everyone's digit."""
+    place = first + tl.arange(0, COUNTED)
+    bits = _loaded(values, place, first + COUNTED, length).to(tl.int32, bitcast=True) & MAGNITUDE
+    return (place < length) & ((bits >> (shift + width)) == prefix), (bits >> shift) & ((1 << width) - 1)
 
 
 @triton.jit(do_not_specialize=["momentum", "places", "sent", "numel", "per_row"])
@@ -119,7 +145,7 @@ def _narrowed(counts, state, row, width: tl.constexpr):
     """One digit more than `state` has: digits so far, how many are wanted of those that have them, and for each chunk how
     many are larger, and how many have them."""
     chunk, digits = tl.arange(0, SPLITS), tl.arange(0, BINS)
-    there = tl.load(counts + (row * SPLITS + chunk[:, None]) * BINS + digits[None, :]).to(tl.int32)
+    there = tl.load(counts + (row * SPLITS + chunk[:, None]) * BINS + digits[None, :])
     prefix, wanted = tl.load(state + row * STATE), tl.load(state + row * STATE + 1)
     larger = tl.load(state + row * STATE + SPLITS + chunk)
     total = tl.sum(there, axis=0)
