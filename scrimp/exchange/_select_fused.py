@@ -1,7 +1,8 @@
 """The device's way to send and to apply, by a few Triton kernels (`_select_kernels.py`): exactly what `_select.py`, `_packet.py`
 and `_bucket.py` do with torch, in five passes over the residual, straight into the packet, and without waiting for the device.
 
-They are used where Triton is, where they compile, and where a trial has the bits that torch has; torch is used otherwise.
+`fused` gives them where Triton is, where they compile, and where a trial has the bits that torch has; torch's way is for
+everywhere else.
 Of equal magnitudes the first in a row are sent, where torch's choice is open; places are in ascending order.
 """
 
