@@ -18,14 +18,14 @@ def packet_nbytes(cut: Cut, dtype: torch.dtype) -> int:
 
 def pack(packet: torch.Tensor, cut: Cut, positions: torch.Tensor, values: torch.Tensor) -> None:
     """Fill a packet's bytes."""
-    places, into = _parts(packet, cut, values.dtype)
+    places, into = parts(packet, cut, values.dtype)
     places.copy_(positions.remainder(COLUMNS).to(torch.int32))  # the upper half become negative
     into.copy_(values)
 
 
 def unpack(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions and values."""
-    places, values = _parts(packet, cut, dtype)
+    places, values = parts(packet, cut, dtype)
     positions = places.to(torch.int64).bitwise_and_(COLUMNS - 1)
     whole = positions[: cut.rows * cut.per_row].view(cut.rows, cut.per_row)
     whole.add_(torch.arange(cut.rows, device=packet.device)[:, None] * COLUMNS)
@@ -38,7 +38,8 @@ def wrong(positions: torch.Tensor, cut: Cut) -> bool:
     return bool((positions >= cut.numel).any())
 
 
-def _parts(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A packet's places and values, where they lie."""
     start = _padded(2 * cut.entries)
     places = packet[: 2 * cut.entries].view(torch.int16)
     return places, packet[start : start + dtype.itemsize * cut.entries].view(dtype)
