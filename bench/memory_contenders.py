@@ -18,6 +18,7 @@ from bench.network_contenders import CONTENDERS as NETWORK
 from bench.network_contenders import FP16, FP32, POWER
 
 DGC, SCRIMP = "DGC layout", "scrimp"
+ROOM_NBYTES = 1 << 30  # no cap is less, where none is asked for: allocators have segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def by_scrimp(
     engine = scrimp.Engine(
         case.model("meta"),
         optimizer=scrimp.SGD(lr=case.rate, momentum=case.momentum),
-        memory=scrimp.Memory(device=budget_nbytes or 8 * case.weights_nbytes()),
+        memory=scrimp.Memory(device=budget_nbytes or max(ROOM_NBYTES, 8 * case.weights_nbytes())),
         precision=case.precision,
         recompute=recompute,
         accumulate=accumulate,

@@ -19,7 +19,7 @@ from scrimp.ledger import format_nbytes
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOT_YET = "Not measured yet."
 LOWER = 0.805  # at least, asked of a whole step in bf16
-TIMES = 4.0  # at least, asked of the batch
+TIMES = 4  # at least, asked of the batch, in the DGC layout's
 INTRODUCTION = """# Memory
 
 Written by `python -m bench.memory_page` from `bench/results/memory/`, which `make bench-memory` fills: every contender in a
@@ -76,6 +76,7 @@ def tables(rows: Sequence[Row]) -> str:
     """Of one device."""
     found = {(row["part"], row["contender"], _where(row)): row for row in rows}
     lines = [*_exchange(found), *_steps(found), *_batches(found)]
+    lines += [f"WRONG: {row['part']}, {' '.join(_where(row))}: {what}" for row in rows for what in row.get("wrong", [])]
     return "\n".join(lines)
 
 
@@ -133,11 +134,11 @@ def _batches(found: Found) -> list[str]:
         cells = [model, "bf16", format_nbytes(base["budget_nbytes"]) if base and measured else ""]
         cells += [str(base["batch"]) if base and measured else NOT_YET]
         if not base or not row or not measured or "batch" not in row:
-            cells += [summary(row) if row else NOT_YET, "", f"{TIMES:g}", "", ""]
+            cells += [summary(row) if row else NOT_YET, "", str(TIMES), "", ""]
         else:
             seen, parts = row["batch"] / base["batch"], row["accumulate"]
             reached = _verdict(True) if seen >= TIMES else f"{_verdict(parts is not None)}{' in micro-batches' if parts else ''}"
-            cells += [str(row["batch"]), f"{seen:.2f}", f"{TIMES:g}", reached, "no" if parts is None else str(parts)]
+            cells += [str(row["batch"]), f"{seen:.2f}", str(TIMES), reached, "no" if parts is None else str(parts)]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 

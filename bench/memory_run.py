@@ -24,11 +24,12 @@ import scrimp
 from bench.memory_case import Case
 from bench.memory_contenders import CONTENDERS, DGC, WHOLE, Training, by_dgc, by_scrimp
 from bench.memory_meter import CudaPeak, MappedPeak
+from bench.memory_page import TIMES
 from bench.memory_search import Trial, downward, largest_batch, least
 from scrimp.cli._demo_train import metered
 
 STEPS = 3  # of a trial: the first is traced, the second follows the plan for it
-TIMES = 4  # the batch that is asked for, of the DGC layout's
+DID_NOT_FIT = ("FitError", "OutOfMemoryError", "took")
 
 
 def exchange(name: str, case: Case, given: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def step(name: str, case: Case, given: Mapping[str, Any], seconds: float) -> dic
         late=clock(seconds),
     )
     best = least(found)
-    row = {"trials": [asdict(each) for each in found]}
+    row = _said(found)
     if best is None:
         return {**row, "failed": f"not within {given['peak_nbytes'] // 2} bytes, with any micro-batches"}
     return {**row, "peak_nbytes": best.peak_nbytes, "accumulate": best.accumulate}
@@ -91,11 +92,18 @@ def batch(name: str, case: Case, given: Mapping[str, Any], seconds: float) -> di
     wanted, accumulate = TIMES * given["batch"], 1
     while whole < wanted and accumulate < wanted:
         accumulate *= 2
-        if fits(wanted, accumulate):
+        if fits(-(-wanted // accumulate) * accumulate, accumulate):  # which splits into equal parts
             break
     parts = [each.accumulate for each in trials if each.batch >= wanted and each.peak_nbytes is not None]
     row = {"batch": whole, "budget_nbytes": budget, "wanted": wanted, "accumulate": min(parts, default=None)}
-    return {**row, "trials": [asdict(each) for each in trials]}
+    return {**row, **_said(trials)}
+
+
+def _said(trials: list[Trial]) -> dict[str, Any]:
+    """With what went wrong otherwise than by not fitting: it ended no search, but it must not go unseen."""
+    row: dict[str, Any] = {"trials": [asdict(each) for each in trials]}
+    wrong = [each.why for each in trials if each.why and not each.why.startswith(DID_NOT_FIT)]
+    return {**row, "wrong": wrong} if wrong else row
 
 
 def trial(case: Case, budget: int, batch: int, accumulate: int, sparse: Mapping[str, str] | None = WHOLE) -> Trial:
