@@ -11,6 +11,8 @@ warm-up of the density, which take no memory. With one worker, what is gathered 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
@@ -55,7 +57,7 @@ class Dgc:
             weight.grad = torch.zeros_like(weight)
             zeros = torch.zeros(weight.numel(), device=weight.device)
             self._kept[weight] = Kept(master=master, u=zeros, v=zeros.clone() if weight.dim() > 1 else None)
-            weight.register_post_accumulate_grad_hook(self._land)
+            weight.register_post_accumulate_grad_hook(_landing(weakref.ref(self)))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -85,6 +87,17 @@ class Dgc:
         kept.v.index_fill_(0, positions, 0)
         kept.u.index_fill_(0, positions, 0)
         kept.arrived = (positions.clone(), values.clone())
+
+
+def _landing(dgc: weakref.ref[Dgc]) -> Callable[[Tensor], None]:
+    """A hook is out of the garbage collector's sight: one that held the optimizer would hold it for ever."""
+
+    def land(weight: Tensor) -> None:
+        alive = dgc()
+        assert alive is not None
+        alive._land(weight)
+
+    return land
 
 
 def largest(values: Tensor, *, density: float, sample: float) -> Tensor:

@@ -32,7 +32,7 @@ class Case:
     batch: int = 8
     rate: float = 1e-2
     momentum: float = 0.9
-    width: int = 0  # of linear layers; 0: as large as the case is meant to be
+    layers: int = 12  # of the linear ones
     steps: int = 5  # PowerSGD begins after two; the first ones make what is kept
 
     @property
@@ -43,7 +43,7 @@ class Case:
         torch.manual_seed(0)
         with torch.device(device or self.device):
             if self.model_name == LINEAR:
-                return Linears(width=self.width or (1500 if self.small else 3000))
+                return Linears(width=1500 if self.small else 3000, layers=self.layers)
             name, overrides = self._zoo()
             return zoo.build(name, **overrides)
 
@@ -71,12 +71,12 @@ class Linear(nn.Linear):
 
 
 class Linears(nn.Module):
-    """12 square layers without bias, 432 MB at a width of 3000; its forward is a loss."""
+    """Square layers without bias, 432 MB if there are 12 of a width of 3000; its forward is a loss."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.width = width
-        self.layers = nn.ModuleList(Linear(width, width, bias=False) for _ in range(12))
+        self.layers = nn.ModuleList(Linear(width, width, bias=False) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -33,15 +33,14 @@ DID_NOT_FIT = ("FitError", "OutOfMemoryError", "took")
 
 
 def exchange(name: str, case: Case, given: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """The peak of a whole run. A tiny one before it makes what does not depend on sizes: modules, threads, tables."""
+    """The peak of a whole run. One of a single layer before it makes what the libraries keep: code, threads, workspaces."""
     contender = CONTENDERS[name]
     if contender.ddp:
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
         dist.init_process_group("nccl" if case.device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    tiny = replace(case, width=64)
-    trained(partial(contender.build, tiny), tiny.inputs(case.batch))
-    gc.collect()
     batch = case.inputs(case.batch)
+    trained(partial(contender.build, replace(case, layers=1)), batch)
+    collect()
     meter = CudaPeak() if case.device == "cuda" else MappedPeak()
     training = contender.build(case)
     if isinstance(meter, CudaPeak):
@@ -115,7 +114,7 @@ def trial(case: Case, budget: int, batch: int, accumulate: int, sparse: Mapping[
         peak = (cuda_peak if case.device == "cuda" else engine_peak)(build, case.inputs(batch))
     except (scrimp.ScrimpError, torch.OutOfMemoryError) as error:
         why = f"{type(error).__name__}: {error}"
-    gc.collect()
+    collect()
     if case.device == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0)  # an engine that could not be made has left its cap
         torch.cuda.empty_cache()
@@ -148,7 +147,7 @@ def engine_peak(build: Callable[[], Training], inputs: tuple[Tensor, ...]) -> in
     sees made in it. So tests/test_engine_meter.py does it, which holds the ledger to this figure."""
     engine = trained(build, inputs).engine
     engine.wait()
-    gc.collect()
+    collect()
     before = engine.ledger.total_nbytes + sum(each.nbytes for each in inputs)
     return int(before + metered(lambda: engine.step(*inputs)))
 
@@ -158,6 +157,12 @@ def trained(build: Callable[[], Training], inputs: tuple[Tensor, ...]) -> Traini
     for _ in range(STEPS):
         training.step(*inputs)
     return training
+
+
+def collect() -> None:
+    """Twice: an engine's end lets go of more that is in cycles."""
+    gc.collect()
+    gc.collect()
 
 
 the_cuda_peak = cache(CudaPeak)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import ceil
@@ -77,6 +79,16 @@ def test_the_dgc_layout_trains_by_the_formula(density: float) -> None:
     for name, wanted in by_formula(60, lr=0.05, density=density).items():
         torch.testing.assert_close(dict(model.named_parameters())[name].detach(), wanted, rtol=1e-5, atol=1e-6)
     assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_the_dgc_layout_goes_when_it_is_let_go() -> None:
+    """Or the next trial of a search would be metered with it."""
+    model = model_of()
+    dgc, weight = weakref.ref(Dgc(model, lr=0.05)), weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert dgc() is None
+    assert weight() is None
 
 
 def test_the_dgc_layout_in_bf16_keeps_masters_and_the_norms() -> None:
