@@ -17,7 +17,7 @@ from bench.memory_case import DENSITY, Case
 from bench.network_contenders import CONTENDERS as NETWORK
 from bench.network_contenders import FP16, FP32, POWER
 
-DGC, SCRIMP = "DGC layout", "scrimp"
+PLAIN, DGC, SCRIMP = "SGD alone, no exchange", "DGC layout", "scrimp"
 ROOM_NBYTES = 1 << 30  # no cap is less, where none is asked for: allocators have segments
 
 
@@ -123,7 +123,7 @@ def _sparse(most: float, residual: str, place: str) -> Contender:
 
 
 CONTENDERS = {  # all of the three DDPs of the network's benchmark have gradients that are views of buckets
-    "SGD alone, no exchange": Contender(build=partial(by_torch, _sgd)),
+    PLAIN: Contender(build=partial(by_torch, _sgd)),
     "DDP": Contender(build=partial(by_torch, _ddp), ddp=True),
     "DDP, bucket view": Contender(build=partial(by_torch, NETWORK[FP32].build), ddp=True),
     "DDP, bucket view, fp16": Contender(build=partial(by_torch, NETWORK[FP16].build), ddp=True),

@@ -52,12 +52,17 @@ class CudaPeak:
 
 
 class MappedPeak:
-    """Of the whole process, less what was mapped when this was made: make it before the contender."""
+    """Of the whole process, less what was mapped at `restart`. Make it before anything large is allocated: from then on all
+    of that is mapped, where the library would sooner or later take it from a heap."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
         self._libc.mallinfo2.restype = Mallinfo2
         self._libc.mallopt(M_MMAP_THRESHOLD, MAPPED_FROM)
+        self.restart()
+
+    def restart(self) -> None:
+        """The mark stays where it was: what comes must be larger than what was."""
         gc.collect()
         self._before, _ = self._mapped()
 

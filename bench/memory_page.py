@@ -33,7 +33,8 @@ both tiers are the same memory there; whole steps on the CPU are metered by torc
 that is never freed, a magnitude copy and a mask of the whole layer.
 """
 EXCHANGE = """What each takes above weights and one momentum buffer, in multiples of the weights: 12 linear layers without bias,
-fp32, of which one layer's gradient is 0.08; 5 steps, after a run of a single layer that makes what the libraries keep. Every row has the same base, so the momentum that DGC keeps as u is in it: above the weights alone its figure would be larger by 1. The
+fp32, of which one layer's gradient is 0.08; 5 steps, after a run of a single layer that makes what the libraries keep. Every
+row has the same base, so the momentum that DGC keeps as u is in it: above the weights alone its figure would be larger by 1. The
 first row is what plain momentum SGD takes, its gradients. PowerSGD makes its new error while the old one, the copy of the
 bucket and the bucket itself are there.
 """

@@ -38,13 +38,15 @@ def exchange(name: str, case: Case, given: Mapping[str, Any], seconds: float) ->
     if contender.ddp:
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
         dist.init_process_group("nccl" if case.device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    meter: CudaPeak | MappedPeak = CudaPeak() if case.device == "cuda" else MappedPeak()
     batch = case.inputs(case.batch)
     trained(partial(contender.build, replace(case, layers=1)), batch)
     collect()
-    meter = CudaPeak() if case.device == "cuda" else MappedPeak()
-    training = contender.build(case)
-    if isinstance(meter, CudaPeak):
+    if case.device == "cpu":
         meter.restart()
+    training = contender.build(case)
+    if case.device == "cuda":
+        meter.restart()  # with what has been built, but not with what building took
     losses = [float(training.step(*batch)) for _ in range(case.steps)]
     row = {"losses": losses, "peak_nbytes": meter.nbytes(), "weights_nbytes": case.weights_nbytes()}
     if training.engine is None:

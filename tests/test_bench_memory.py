@@ -19,8 +19,8 @@ from torch import nn
 
 from bench import memory, memory_page, memory_run
 from bench.dgc import Dgc, largest
-from bench.memory_case import Case
-from bench.memory_contenders import CONTENDERS, DGC, SCRIMP, sparse_missing
+from bench.memory_case import DENSITY, Case
+from bench.memory_contenders import CONTENDERS, DGC, PLAIN, SCRIMP, sparse_missing
 from bench.memory_meter import CudaPeak, most_mapped
 from bench.memory_page import key_of, lower, page, tables, times_weights
 from bench.memory_run import dgc_peak, trial
@@ -312,23 +312,15 @@ def test_a_whole_step_of_the_dense_engine_within_a_budget() -> None:
 
 
 def test_a_run_writes_rows_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--small",
-        "--device",
-        "cpu",
-        "--results",
-        str(tmp_path),
-        "--commit",
-        "abc",
-        "--part",
-        "exchange",
-        "--contender",
-        DGC,
-    ]
+    """And its figures are what the sizes say: a gradient; a gradient, a residual, of one layer magnitudes and mask, and 12
+    bytes for every entry that was sent."""
+    wanted = {PLAIN: 1.0, DGC: 2 + (1 + 0.25) / 12 + 12 * DENSITY / 4}
+    flags = ["--small", "--device", "cpu", "--results", str(tmp_path), "--commit", "abc", "--part", "exchange"]
+    flags += [flag for name in wanted for flag in ("--contender", name)]
     assert memory.main(flags) == 0
-    [row] = json.loads((tmp_path / "abc.json").read_text())["rows"]
-    assert 2 < times_weights(row) < 2.4  # gradient and residual, and one layer's copies
-    assert row["losses"][-1] < row["losses"][0]
+    rows = json.loads((tmp_path / "abc.json").read_text())["rows"]
+    assert {row["contender"]: times_weights(row) for row in rows} == pytest.approx(wanted, abs=0.01)
+    assert all(row["losses"][-1] < row["losses"][0] for row in rows)
     assert "times the weights" in capsys.readouterr().out
     assert memory.main(flags) == 0
-    assert json.loads((tmp_path / "abc.json").read_text())["rows"] == [row]
+    assert json.loads((tmp_path / "abc.json").read_text())["rows"] == rows
