@@ -81,7 +81,7 @@ def not_finite(name: str) -> tuple[bool, State, State, bool]:
 
 
 def _residuals(state: SparseState) -> State:
-    return {name: kept.v.tensors["values"].clone() for name, kept in state.kept.items()}
+    return {name: kept.rest.tensors["values"].clone() for name, kept in state.kept.items()}
 
 
 def corrupt(name: str, rank: int, byte: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from scrimp.errors import RunError
 from scrimp.exchange._bucket import HEADER, complaint, plan_bucket, put, seal
 from scrimp.exchange._cut import cut
-from scrimp.exchange._kept import Kept
+from scrimp.exchange._kept import Kept, Momentum
 from scrimp.exchange._residual import KINDS, residual, residual_nbytes
 from scrimp.ext.ddp import SparseState
 from scrimp.ext.ranks import RankFailure, pool
@@ -19,6 +19,12 @@ from tests import ddp_jobs as jobs
 from tests.test_exchange_core import drawn
 
 CPU = torch.device("cpu")
+
+
+def kept_of(numel: int, momentum: float) -> Kept:
+    states = [torch.zeros(numel)] if momentum else []
+    rule, rest = Momentum(momentum=momentum), residual("fp32", numel, CPU)
+    return Kept(rule=rule, states=states, rest=rest, numel=numel, masking=False)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -92,16 +98,16 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], words: str) -> No
 def test_nothing_is_lost_in_fp32(momentum: float) -> None:
     """What was sent and what is left is what was accumulated, in a sum of fp64 beside it."""
     numel, how = 70_000, cut(70_000, 0.01)
-    kept = Kept(numel, CPU, residual("fp32", numel, CPU), momentum=momentum, masking=False)
+    kept = kept_of(numel, momentum)
     u, total, sent = torch.zeros(numel), torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
     for step in range(20):
         gradient = drawn(numel, step, spread=1.0)
         u = u * momentum + gradient
         total += u
-        kept.add(gradient)
-        positions, values = kept.send(how, torch.bfloat16)
+        kept.add(gradient, 1.0)
+        positions, values = kept.send(how, torch.bfloat16, 1.0)
         sent[positions] += values.double()
-    left = kept.v.tensors["values"].double()
+    left = kept.rest.tensors["values"].double()
     assert float((sent + left - total).abs().max() / total.abs().max()) < 1e-6
 
 
@@ -123,11 +129,11 @@ def test_how_far_what_is_kept_drifts(kind: str, most: float) -> None:
 def test_micro_batches_are_added_to_what_is_there() -> None:
     numel, how = 1000, cut(1000, 1.0)
     parts = [drawn(numel, k) for k in range(3)]
-    one, other = (Kept(numel, CPU, residual("fp32", numel, CPU), momentum=0.5, masking=False) for _ in range(2))
+    one, other = (kept_of(numel, 0.5) for _ in range(2))
     for k, part in enumerate(parts):
-        one.add(part, first=k == 0)
-    other.add(parts[0] + parts[1] + parts[2])
-    torch.testing.assert_close(one.send(how, torch.float32)[1], other.send(how, torch.float32)[1])
+        one.add(part, 1.0, first=k == 0)
+    other.add(parts[0] + parts[1] + parts[2], 1.0)
+    torch.testing.assert_close(one.send(how, torch.float32, 1.0)[1], other.send(how, torch.float32, 1.0)[1])
 
 
 def test_a_row_says_what_is_wrong_with_it() -> None:

@@ -2,7 +2,8 @@
 
 All ranks make the same plan from the same names and sizes, so that rows have one size and nothing need be said about what
 is in them. The header says which step it is, whether a gradient was not finite, and what the bytes behind it add up to: a
-row that does not fit its plan is an error that names the rank, not a wrong number in every replica.
+row that does not fit its plan is an error that names the rank, not a wrong number in every replica. Behind it a byte for each
+part says whether anything was put there: a rank that found no gradient, or one that is not finite, sends zeros.
 """
 
 from __future__ import annotations
@@ -17,17 +18,25 @@ from scrimp.exchange._packet import BORDER, pack, packet_nbytes, unpack, wrong
 
 HEADER, FIELDS = 32, 4  # bytes, of so many numbers: size, step, whether something is not finite, checksum
 SMALL = 4096  # elements: smaller tensors travel whole
+ABSENT, PRESENT, NOT_FINITE = 0, 1, 2  # what a part's byte says
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A parameter's bytes in a row; `how` is None if it travels whole."""
+    """A parameter's bytes in a row, and where the one is that says whether they were written; `how` is None if it travels
+    whole."""
 
     name: str
     numel: int
+    flag: int
     start: int
     stop: int
     how: Cut | None
+
+    @property
+    def whole(self) -> bool:
+        """Nothing is kept back."""
+        return self.how is None or self.how.everything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +51,18 @@ class Bucket:
 
 def plan_bucket(sizes: Sequence[tuple[str, int]], density: float, dtype: torch.dtype, small: int = SMALL) -> Bucket:
     """`sizes`: names and elements, in an order that all ranks have."""
-    parts, start = [], HEADER
-    for name, numel in sizes:
+    parts, start = [], HEADER + -(-len(sizes) // BORDER) * BORDER
+    for k, (name, numel) in enumerate(sizes):
         how = cut(numel, density) if numel >= small else None
         nbytes = -(-numel * dtype.itemsize // BORDER) * BORDER if how is None else packet_nbytes(how, dtype)
-        parts.append(Part(name=name, numel=numel, start=start, stop=start + nbytes, how=how))
+        parts.append(Part(name=name, numel=numel, flag=HEADER + k, start=start, stop=start + nbytes, how=how))
         start += nbytes
     return Bucket(parts=tuple(parts), dtype=dtype, nbytes=start)
 
 
 def put(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: torch.Tensor) -> None:
     """A part's entries, or all of its values."""
+    row[part.flag] = PRESENT
     here = row[part.start : part.stop]
     if part.how is None:
         here[: part.numel * values.element_size()].view(values.dtype).copy_(values)

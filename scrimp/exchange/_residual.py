@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from scrimp.chunks._arena import arena
 from scrimp.errors import RunError
 
 KINDS = ("fp32", "bf16", "int8")
@@ -19,68 +20,76 @@ BLOCK, STEPS = 64, 127
 
 
 class Residual(Protocol):
-    """Of one parameter. `read` gives fp32 numbers that may be changed; `write` keeps them."""
+    """Of one parameter. `read` gives fp32 numbers on `device` that may be changed; `write` keeps them. `tensors` may be
+    elsewhere: then a device has no more of them than is being read."""
 
     tensors: dict[str, torch.Tensor]
+    device: torch.device
 
     def read(self, span: slice) -> torch.Tensor: ...
 
     def write(self, span: slice, values: torch.Tensor) -> None: ...
 
 
-def residual(kind: str, numel: int, device: torch.device, seed: int = 0) -> Residual:
-    """All zeros."""
-    if kind == "fp32":
-        return _Plain(torch.zeros(numel, device=device))
-    if kind == "bf16":
-        return _Plain(torch.zeros(numel, dtype=torch.bfloat16, device=device))
+def residual(kind: str, numel: int, device: torch.device, seed: int = 0, *, at: torch.device | None = None) -> Residual:
+    """All zeros; kept `at` another device than the one that works on it, if that is given."""
+    sizes = residual_tensors(kind, numel)
+    pinned = at is not None and device.type == "cuda"
+    zeros = {
+        name: arena(size, dtype, pinned=pinned) if at is not None else torch.zeros(size, dtype=dtype, device=device)
+        for name, (size, dtype) in sizes.items()
+    }
+    return Blocks(zeros, device, seed) if kind == "int8" else Plain(zeros, device)
+
+
+def residual_tensors(kind: str, numel: int) -> dict[str, tuple[int, torch.dtype]]:
+    """Elements and type of each tensor."""
     if kind == "int8":
-        return _Blocks(numel, device, seed)
-    raise RunError(f"residual={kind!r} is not possible; there are {', '.join(map(repr, KINDS))}")
+        blocks = -(-numel // BLOCK)
+        return {"codes": (blocks * BLOCK, torch.int8), "scales": (blocks, torch.float32)}
+    if kind not in KINDS:
+        raise RunError(f"residual={kind!r} is not possible; there are {', '.join(map(repr, KINDS))}")
+    return {"values": (numel, torch.float32 if kind == "fp32" else torch.bfloat16)}
 
 
 def residual_nbytes(kind: str, numel: int) -> int:
-    if kind == "int8":
-        blocks = -(-numel // BLOCK)
-        return blocks * BLOCK + 4 * blocks
-    return numel * {"fp32": 4, "bf16": 2}[kind]
+    return sum(size * dtype.itemsize for size, dtype in residual_tensors(kind, numel).values())
 
 
-class _Plain:
-    def __init__(self, values: torch.Tensor) -> None:
-        self.tensors = {"values": values}
+class Plain:
+    def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+        self.tensors, self.device = tensors, device
 
     def read(self, span: slice) -> torch.Tensor:
-        return self.tensors["values"][span].float()  # fp32 is itself
+        return self.tensors["values"][span].to(self.device, non_blocking=True).float()  # fp32 that is there is itself
 
     def write(self, span: slice, values: torch.Tensor) -> None:
         there = self.tensors["values"][span]
         if there.data_ptr() != values.data_ptr():  # fp32 was changed where it is
-            there.copy_(values)
+            there.copy_(values, non_blocking=True)
 
 
-class _Blocks:
+class Blocks:
     """Spans begin on a block, and end on one or with the parameter."""
 
-    def __init__(self, numel: int, device: torch.device, seed: int) -> None:
-        blocks = -(-numel // BLOCK)
-        codes = torch.zeros(blocks * BLOCK, dtype=torch.int8, device=device)
-        self.tensors = {"codes": codes, "scales": torch.zeros(blocks, device=device)}
-        self._numel = numel
+    def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device, seed: int) -> None:
+        self.tensors, self.device = tensors, device
         self._random = torch.Generator(device).manual_seed(seed)
 
     def read(self, span: slice) -> torch.Tensor:
-        codes, scales = self._blocks(span)
-        return (codes.float() * scales[:, None]).view(-1)[: span.stop - span.start]
+        codes, scales = (part.to(self.device, non_blocking=True) for part in self._blocks(span))
+        return codes.float().mul_(scales[:, None]).view(-1)[: span.stop - span.start]
 
     def write(self, span: slice, values: torch.Tensor) -> None:
         codes, scales = self._blocks(span)
-        rows = torch.zeros(codes.shape, device=values.device)
-        rows.view(-1)[: values.numel()].copy_(values)
-        scales.copy_(rows.abs().amax(1)).div_(STEPS)
-        rows.div_(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None])
-        rows.add_(torch.rand(rows.shape, generator=self._random, device=values.device)).floor_()
-        codes.copy_(rows.clamp_(-STEPS, STEPS))
+        if values.numel() < codes.numel():  # the last block is not full
+            values = torch.nn.functional.pad(values, (0, codes.numel() - values.numel()))
+        rows = values.view(-1, BLOCK)
+        largest = rows.abs().amax(1).div_(STEPS)
+        scales.copy_(largest, non_blocking=True)
+        noise = torch.rand(rows.shape, generator=self._random, device=values.device)
+        noise.add_(rows / largest.clamp_(min=torch.finfo(torch.float32).tiny)[:, None]).floor_()
+        codes.copy_(noise.clamp_(-STEPS, STEPS), non_blocking=True)
 
     def _blocks(self, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
         first, last = span.start // BLOCK, -(-span.stop // BLOCK)

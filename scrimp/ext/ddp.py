@@ -17,7 +17,7 @@ from torch import nn
 
 from scrimp.errors import RunError
 from scrimp.exchange._bucket import Bucket, all_finite, average, complaint, plan_bucket, put, seal
-from scrimp.exchange._kept import Kept
+from scrimp.exchange._kept import Kept, Momentum
 from scrimp.exchange._residual import residual as make_residual
 from scrimp.exchange._select import select
 
@@ -70,13 +70,18 @@ class SparseState:
             numel, device = self._shapes[name]
             seed = (dist.get_rank(self.group) << 32) + zlib.crc32(name.encode())
             rest = make_residual(self.residual, numel, device, seed)
-            self.kept[name] = Kept(numel, device, rest, momentum=self.momentum, masking=self.masking)
+            states = [torch.zeros(numel, device=device)] if self.momentum else []
+            rule = Momentum(momentum=self.momentum)
+            self.kept[name] = Kept(rule=rule, states=states, rest=rest, numel=numel, masking=self.masking)
         return self.kept[name]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's, by parameter; every rank has its own."""
         kept = {
-            name: {"momentum": kept.u, **{f"residual.{key}": tensor for key, tensor in kept.v.tensors.items()}}
+            name: {
+                **{"momentum": u for u in kept.states},
+                **{f"residual.{key}": tensor for key, tensor in kept.rest.tensors.items()},
+            }
             for name, kept in self.kept.items()
         }
         return {"step": self.step, "residual": self.residual, "kept": kept, "after": self.after}
@@ -90,9 +95,9 @@ class SparseState:
         self.step = state["step"]
         for name, tensors in state["kept"].items():
             kept = self.of(name)
-            if kept.u is not None:
-                kept.u.copy_(tensors["momentum"])
-            for key, tensor in kept.v.tensors.items():
+            for u in kept.states:
+                u.copy_(tensors["momentum"])
+            for key, tensor in kept.rest.tensors.items():
                 tensor.copy_(tensors[f"residual.{key}"])
         self.after = {name: tensor.clone() for name, tensor in state["after"].items()}
 
@@ -121,13 +126,13 @@ def sparse_hook(
     row, sent = plan.row(buffer.device), {}
     for part, gradient in zip(plan.parts if finite else (), gradients, strict=False):
         flat = gradient.reshape(-1)
-        if part.how is None or part.how.everything:
+        if part.whole:
             positions = None if part.how is None else select(flat, part.how)
             put(row, part, positions, flat.to(state.values))
             continue
         kept = state.of(part.name)
-        kept.add(flat.float())
-        sent[part.name] = kept.send(part.how, state.values)
+        kept.add(flat, 1.0)  # the optimizer has the rate
+        sent[part.name] = kept.send(part.how, state.values, 1.0)
         put(row, part, *sent[part.name])
     seal(row, step, finite=finite)
     rows = row.new_empty(world * row.numel())
@@ -146,7 +151,7 @@ def sparse_hook(
             raise RunError(f"step {step}: {trouble}")
         for part, gradient in zip(plan.parts, gradients, strict=True):
             mean = means.pop(part.name)
-            if part.how is None or part.how.everything:
+            if part.whole:
                 mean = state.pushed(part.name, mean)
             gradient.copy_(mean.view(gradient.shape))
         return buffer
