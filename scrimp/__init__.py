@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from scrimp.errors import MoveError as MoveError
     from scrimp.errors import RunError as RunError
     from scrimp.errors import ScrimpError as ScrimpError
+    from scrimp.exchange import Dense as Dense
+    from scrimp.exchange import Sparse as Sparse
     from scrimp.ext.dtensor import redistribute as redistribute
     from scrimp.layout import Layout as Layout
     from scrimp.layout import Mesh as Mesh
@@ -37,6 +39,7 @@ _HOME = {
     "AdamW": "scrimp.chunks._optim",
     "CheckpointError": "scrimp.errors",
     "Cluster": "scrimp.cluster",
+    "Dense": "scrimp.exchange",
     "Engine": "scrimp.engine",
     "FitError": "scrimp.errors",
     "Layout": "scrimp.layout",
@@ -50,6 +53,7 @@ _HOME = {
     "RunError": "scrimp.errors",
     "SGD": "scrimp.chunks._optim",
     "ScrimpError": "scrimp.errors",
+    "Sparse": "scrimp.exchange",
     "chunked_cross_entropy": "scrimp.engine._cross_entropy",
     "read_metrics": "scrimp.engine._metrics",
     "redistribute": "scrimp.ext.dtensor",

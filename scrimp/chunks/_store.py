@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +23,11 @@ from scrimp.chunks._arena import arena
 from scrimp.chunks._carry import carry
 from scrimp.chunks._home import DEVICE, DISK, HOST, THROUGH, Home, Opened, optimized, sizes
 from scrimp.chunks._lanes import Event, Lanes, Traffic
-from scrimp.chunks._optim import Optimizer
+from scrimp.chunks._moving import move_home
+from scrimp.chunks._optim import AdamW, Optimizer
 from scrimp.chunks._shards import Shards
 from scrimp.chunks._spilling import Spilling, spill_file
 from scrimp.chunks._table import ChunkTable, Slot, runs_of, strides
-from scrimp.chunks._through import pin
 from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Gate
 from scrimp.ledger import Books
@@ -37,6 +36,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Store:
+    """`ranks`: those that train together, where not all of them share homes over the `wire`. `sparse`: what travels between
+    them is few entries of each gradient."""
+
     def __init__(
         self,
         table: ChunkTable,
@@ -49,6 +51,8 @@ class Store:
         wire: Wire,
         places: list[str] | None = None,
         disk: Path | None = None,
+        ranks: Wire | None = None,
+        sparse: bool = False,
     ) -> None:
         self.table = table
         self.precision = precision
@@ -57,13 +61,18 @@ class Store:
         self.optimizer = optimizer
         self.books = books
         self.ledger = books.device
-        self.wire = wire
+        self.wire, self.ranks = wire, ranks or wire
+        self.sparse = sparse
+        # Where a home is on the device, gradients are used up as they come, and have no place there. Adam needs all of a step's.
+        self.consumed = sparse and (accumulate == 1 or not isinstance(optimizer, AdamW))
         self.lanes = Lanes(device)
         self.traffic = Traffic()
         self.accumulate = accumulate
         self.before_change: Callable[[], None] = lambda: None  # the meter looks before what is held changes
         self.host_room_nbytes: int | None = None  # this rank's share of the host
         self.own: Callable[[torch.Tensor], None] = lambda _: None  # the meter is told what is not for it to count
+        self.moved: Callable[[int], None] = lambda _: None  # a home was
+        self.beside_nbytes: Callable[[int], int] = lambda _: 0  # what comes to the device with a layer's home
         self.shards = Shards(table=table, world=wire.world, rank=wire.rank)
         self._disk = disk
         self._opened: dict[int, Opened] = {}
@@ -77,7 +86,7 @@ class Store:
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
         self.resident = [False] * len(table.layers)
-        self.homes = [self._make_home(k, place) for k, place in enumerate(places or [HOST] * len(table.layers))]
+        self.homes = [self.make_home(k, place) for k, place in enumerate(places or [HOST] * len(table.layers))]
         self.spill = Spilling(self.homes, self.shards, optimizer.fields, books.host, self.traffic)
 
     # Sizes.
@@ -96,7 +105,8 @@ class Store:
     def device_home_nbytes(self, layer: int) -> int:
         """What it costs on the device, beside the layer itself, to have its home there."""
         weights, gradients, rest = self.home_nbytes(layer)
-        return gradients + rest + (weights if self.wire.world > 1 else 0)
+        shared = weights if self.wire.world > 1 else 0
+        return rest + shared + (0 if self.consumed else gradients) + self.beside_nbytes(layer)
 
     def host_nbytes(self) -> int:
         return self.books.host.total_nbytes
@@ -107,7 +117,7 @@ class Store:
 
     # Homes.
 
-    def _make_home(self, layer: int, place: str) -> Home:
+    def make_home(self, layer: int, place: str) -> Home:
         """Zeros; with one rank a home on the device has its weights in the layer's own storage."""
         dtype, numel, trained = self.dtype_of(layer), self.shards.numel(layer), self.shards.trained_numel(layer)
         own_master = dtype == torch.float32
@@ -121,11 +131,11 @@ class Store:
             home = Home(
                 place=place,
                 weights=self.flats[layer] if self.wire.world == 1 else zeros(numel, dtype=dtype),
-                gradients=zeros(trained, dtype=dtype) if own_gradients else None,
+                gradients=zeros(trained, dtype=dtype) if own_gradients and not self.consumed else None,
                 master=None,
             )
             tensors = [zeros(field.numel(trained), dtype=field.dtype) for field in kept]
-            self._charge_device(layer, 1)
+            self.charge_device(layer, 1)
         else:
             pinned = self.lanes.overlapped
             home = Home(
@@ -135,7 +145,7 @@ class Store:
                 master=None,
             )
             tensors = [] if place == DISK else [arena(field.numel(trained), field.dtype) for field in kept]
-            self._charge_host(layer, home, 1)
+            self.charge_host(layer, home, 1)
         if place == DISK:
             assert self._disk is not None
             home.file = spill_file(self._disk, kept, trained, f"layer '{self.table.layers[layer].path}'")
@@ -144,16 +154,16 @@ class Store:
             home.master, home.states = (None, tensors) if own_master else (tensors[0], tensors[1:])
         return home
 
-    def _charge_device(self, layer: int, sign: int) -> None:
+    def charge_device(self, layer: int, sign: int) -> None:
         """For a home on the device, beside the layer's own storage."""
         weights, gradients, rest = self.home_nbytes(layer)
         change = self.ledger.charge if sign > 0 else self.ledger.free
         change("optimizer", rest)
-        change("gradients", gradients)
+        change("gradients", 0 if self.consumed else gradients)
         if self.wire.world > 1:
             change("parameters", weights)
 
-    def _charge_host(self, layer: int, home: Home, sign: int) -> None:
+    def charge_host(self, layer: int, home: Home, sign: int) -> None:
         weights, gradients, rest = self.home_nbytes(layer)
         change = self.books.host.charge if sign > 0 else self.books.host.free
         if home.place != THROUGH:
@@ -234,48 +244,8 @@ class Store:
 
     def move_home(self, layer: int, place: str) -> None:
         """Between host and device, all of it or, where it is to pass through, just its weights."""
-        self.at_rest(layer)
-        self.arrived(layer)
-        self.lanes.settle()
-        if THROUGH in (place, self.homes[layer].place):
-            self._pass_through(layer, through=place == THROUGH)
-            return
-        was_here = self.resident[layer]
-        try:
-            new = self._make_home(layer, place)
-        except BaseException:  # as it was: nothing is charged before it is there
-            if not was_here:
-                self.drop(layer)
-            raise
-        for target, source in zip(new.tensors, self.homes[layer].tensors, strict=True):
-            self.own(target)
-            carry(target, source)
-        old, self.homes[layer] = self.homes[layer], new
-        if place == DEVICE:
-            self._charge_host(layer, old, -1)
-            return
-        del old, source  # gone before the ledger is told, or the meter would take them for something else
-        self.before_change()
-        self._charge_device(layer, -1)
-        self.drop(layer)
-
-    def _pass_through(self, layer: int, *, through: bool) -> None:
-        """From a home on the host to one whose masters and states pass through the device, or back: they stay."""
-        old = self.homes[layer]
-        assert old.gradients is None
-        assert old.place == (HOST if through else THROUGH)
-        if through and not self.resident[layer]:
-            self.open(layer)
-        weights = self.flats[layer] if through else arena(old.weights.numel(), old.weights.dtype, pinned=self.lanes.overlapped)
-        self.own(weights)
-        carry(weights, old.weights)
-        self._charge_host(layer, old, -1)
-        self.homes[layer] = replace(old, place=THROUGH if through else HOST, weights=weights)
-        self._charge_host(layer, self.homes[layer], 1)
-        if through and self.lanes.overlapped:
-            pin(self.homes[layer])
-        elif not through:
-            self.drop(layer)
+        move_home(self, layer, place)
+        self.moved(layer)
 
     def passed(self, layer: int, updated: Event, home: Event) -> None:
         """A layer is being updated on the device: its weights are new, and its states at home, after these."""
@@ -325,7 +295,7 @@ class Store:
         if layer in self._wanted:
             self._wanted.remove(layer)
             self._send(layer)
-        if layer in self.gates and self.homes[layer].place == THROUGH:
+        if layer in self.gates and self.anchored(layer):
             self.gates.pop(layer).wait()
         for event in self._arriving.pop(layer, []):
             self.lanes.wait(event)

@@ -204,7 +204,7 @@ def bound(engine: Engine) -> Bound:
     store, own_rate = planning.store, planning.usual_rate()
     load = _load(engine, plan)
     up, down = load.fresh_nbytes + load.again_nbytes, load.down_nbytes
-    judged = engine._must_judge
+    judged = engine.must_judge
     own = load.phases(machine, own_rate, judged=judged, charged=False)
     physical = load.phases(machine, machine.host_update, judged=judged, charged=True)
     if _total(own) < _total(physical):  # what the engine reached is possible, whatever was found alone

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -23,28 +22,29 @@ import torch
 from torch import nn
 
 from scrimp.chunks._cuda_meter import CudaMeter
-from scrimp.chunks._home import DEVICE
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._rates import measure
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
-from scrimp.chunks._update import norm
+from scrimp.chunks._wire import Wire
 from scrimp.engine._advice import check_landing, check_loss, does_not_fit
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
 from scrimp.engine._caches import no_caches
+from scrimp.engine._dense import DenseExchange
 from scrimp.engine._evaluate import evaluate
 from scrimp.engine._fit import first_places
 from scrimp.engine._forward import Recompute, watch_layers
 from scrimp.engine._hooks import landing
-from scrimp.engine._judge import LossScale, judge
+from scrimp.engine._judge import LossScale
 from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._modes import warn_of_eval
 from scrimp.engine._planning import Planned, Planning
 from scrimp.engine._resident import Residents
 from scrimp.engine._running import running
-from scrimp.engine._settings import pick_device, validate
+from scrimp.engine._settings import check_exchange, pick_device, validate
+from scrimp.engine._sparse import SparseExchange
 from scrimp.engine._stand_ins import StandIns
 from scrimp.engine._state import iter_state, load_state, save_state
 from scrimp.engine._strays import Strays, StraysInBackward
@@ -52,8 +52,9 @@ from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_o
 from scrimp.engine._undo import Undo
 from scrimp.engine._updating import Updating, restore_all
 from scrimp.engine._weights import Source
-from scrimp.engine._world import agreed, join_world, least_of_all, ranks_here, share_buffers
+from scrimp.engine._world import agreed, apart, join_world, least_of_all, ranks_here, share_buffers
 from scrimp.errors import FitError, MoveError, RunError
+from scrimp.exchange import Dense, Sparse
 from scrimp.layers import find_layers
 from scrimp.ledger import Books, Ledger
 
@@ -63,7 +64,8 @@ class Engine:
 
     `weights`: values for a model, perhaps on meta: a state dict, a .safetensors file, a Hugging Face folder. `precision`:
     "bf16", "fp16" or "fp32", masters being fp32. `accumulate`: parts that a batch is split into. `recompute`:
-    "auto" (what must be), "none" or "all". `loss` makes the loss of what the model returns, if that has none.
+    "auto" (what must be), "none" or "all". `loss` makes the loss of what the model returns, if that has none. `exchange`: how
+    gradients travel between ranks, `Dense()` or `Sparse(...)`.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         optimizer: Optimizer | None = None,
         memory: Memory | None = None,
         precision: str = "bf16",
+        exchange: Dense | Sparse | None = None,
         clip_norm: float | None = None,
         skip_nonfinite: bool = True,
         accumulate: int = 1,
@@ -84,6 +87,7 @@ class Engine:
         chunk_numel: int = DEFAULT_CHUNK,
     ) -> None:
         validate(model, optimizer, memory, precision, accumulate, recompute, clip_norm)
+        check_exchange(exchange, optimizer or AdamW(), precision)
         self.model = model
         self.optimizer = optimizer or AdamW()
         self.precision = precision
@@ -101,7 +105,9 @@ class Engine:
         self.seconds = 0.0  # of the last step
         self.host_seconds = (0.0, 0.0)  # since the step before: of the host's worker at work, of others waiting for it
         rates = agreed(self.wire, measure(self.device))
-        table = table_of(model, find_layers(model), chunk_numel, self.wire.world, wide=precision != "fp32")
+        sparse = isinstance(exchange, Sparse)
+        sharing = Wire() if sparse else self.wire  # who shares homes: nobody, where gradients are not exchanged whole
+        table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
         here = ranks_here(self.wire)
         places = first_places(
             table,
@@ -109,7 +115,7 @@ class Engine:
             precision=precision,
             optimizer=self.optimizer,
             accumulate=accumulate,
-            world=self.wire.world,
+            world=sharing.world,
             ranks_here=here,
         )
         self.store = Store(
@@ -119,9 +125,11 @@ class Engine:
             optimizer=self.optimizer,
             accumulate=accumulate,
             books=self.ledger,
-            wire=self.wire,
+            wire=sharing,
+            ranks=self.wire,
             places=places,
             disk=self.budget.disk,
+            sparse=sparse,
         )
         self.store.host_room_nbytes = self.budget.host_nbytes // here
         self.meter: CpuMeter | CudaMeter
@@ -153,9 +161,12 @@ class Engine:
         self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
         self.planning.stage_nbytes, self.planning.passing = self.updating.stage_nbytes, self.updating.passing
         self.updating.saw = self.planning.saw_update
+        self.exchanging: DenseExchange | SparseExchange = DenseExchange()
+        if isinstance(exchange, Sparse):
+            self.exchanging = SparseExchange(exchange, self.store, optimizers, apart(self.wire))
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False
-        self._landed: dict[str, tuple[int, Slot]] = {}
+        self.landed: dict[str, tuple[int, Slot]] = {}
         self._traffic = astuple(self.store.traffic)  # at the start of the last step
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
             if parameter.requires_grad:
@@ -172,7 +183,7 @@ class Engine:
         warn_of_eval(self.model, self.steps)
         self.updating.check_rates(self.steps)
         key = signature(args, kwargs)
-        self.planning.judged = self._must_judge
+        self.planning.judged = self.must_judge
         while True:
             try:
                 plan = self.planning.prepare(key)
@@ -199,15 +210,13 @@ class Engine:
             if not self.planning.spare(plan):
                 raise reason
         self._undo.done(tracing=plan.choice is None)
+        self.residents.timing.end()
         try:
-            if self._judged():
-                rest = [place for place in self._in_order() if place[1].name not in self._started]
-                self.updating.run(rest, self.steps, self.counts, self._scale)
-            else:
-                self.skipped += 1
-                restore_all(self.store, self._landed.values())
+            self.exchanging.finish(self)
         except BaseException as error:
             self.broken = f"step {self.steps} failed in its update ({type(error).__name__}: {error})"
+            if isinstance(error, MoveError):
+                raise self._named(error) from error
             raise
         self.steps += 1
         self.planning.learn(plan, self._trace if self._traced else None, self.residents)
@@ -216,9 +225,8 @@ class Engine:
         return loss
 
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self._landed.clear()
-        self._norms: dict[str, torch.Tensor] = {}  # of gradients, taken on the device
-        self._started: set[str] = set()  # updated already
+        self.landed.clear()
+        self.exchanging.begin(self)
         losses = []
         self._traffic = astuple(self.store.traffic)
         try:
@@ -226,11 +234,11 @@ class Engine:
             with running(self, args, kwargs), no_caches(self.model):
                 self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
                 for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, self.accumulate)):
-                    self._last_part = k == self.accumulate - 1
+                    self.last_part = k == self.accumulate - 1
                     losses.append(self._forward_backward(part_args, part_kwargs))
                     self.residents.retire_rest()
                 self._traced, self._trace = self.residents.end_step()
-                if not self._landed:
+                if not self.landed:
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
             raise self._named(error) from error
@@ -265,48 +273,21 @@ class Engine:
         check_landing(slot.name, in_backward=self._backward, again=slot.name in self._part_landed)
         assert parameter.grad is not None
         with self.residents.quietly():
-            self.residents.before_landing(layer)
-            self.store.land(layer, slot, parameter.grad, first=slot.name not in self._landed)
+            self.exchanging.land(self, layer, slot, parameter.grad, first=slot.name not in self.landed)
             parameter.grad = None
             self._part_landed.add(slot.name)
             self.residents.landed(layer, slot)
 
     def _retire(self, layer: int, slots: list[Slot]) -> None:
         """All of a layer's gradients of this micro-batch are there (or no more will come)."""
-        landed = [(slot, slot.name not in self._landed) for slot in slots]
-        self._landed.update({slot.name: (layer, slot) for slot in slots})  # first: whatever happens, they must be undone
-        self.store.retire(layer, landed)
-        if self._must_judge:
-            if self.wire.world == 1 and self.accumulate == 1 and not self.store.anchored(layer):
-                self._norms.update({slot.name: norm(self.store.device_view(layer, slot)) for slot in slots})
-        elif self.residents.following and self._last_part and self.store.homes[layer].place != DEVICE:
-            self._started.update(slot.name for slot in slots)
-            self.updating.start(layer, slots, self.updating.numbers(slots, self.counts), self.steps, None)
+        landed = [(slot, slot.name not in self.landed) for slot in slots]
+        self.landed.update({slot.name: (layer, slot) for slot in slots})  # first: whatever happens, they must be undone
+        self.exchanging.retire(self, layer, landed)
 
     @property
-    def _must_judge(self) -> bool:
+    def must_judge(self) -> bool:
         """No update before all gradients were looked at."""
         return self.skip_nonfinite or self.loss_scale.dynamic or self.clip_norm is not None
-
-    def _judged(self) -> bool:
-        """Whether to update: finite gradients, if that was asked for; sets the scale that clips the norm."""
-        self._scale: torch.Tensor | None = None
-        self.residents.timing.end()
-        if not self._must_judge:
-            return True
-        try:
-            verdict = judge(self.store, self._in_order(), self._norms, clip=self.clip_norm, loss_scale=self.loss_scale.value)
-        except MoveError as error:
-            raise self._named(error) from error
-        finally:
-            self._norms.clear()
-        self.loss_scale.saw(finite=verdict.bad is None)
-        if verdict.bad is not None and (self.skip_nonfinite or self.loss_scale.dynamic):
-            if not self.loss_scale.dynamic:
-                warnings.warn(f"step {self.steps}: gradient of {verdict.bad} is not finite; the update is skipped", stacklevel=3)
-            return False
-        self.norm, self._scale = verdict.norm, verdict.scale
-        return True
 
     # Looking at it.
 
@@ -360,13 +341,14 @@ class Engine:
         self.residents.abandon()
         self.planning.homes_back()
         self.wait()
+        self.exchanging.close()
         self.meter.close()
 
     # Parts.
 
-    def _in_order(self) -> list[tuple[int, Slot]]:
+    def in_order(self) -> list[tuple[int, Slot]]:
         """What landed, in the model's order: the order of sums must not depend on the order of arrival."""
-        return sorted(self._landed.values(), key=lambda place: self._order[place[1].name])
+        return sorted(self.landed.values(), key=lambda place: self._order[place[1].name])
 
     def _named(self, error: MoveError) -> RunError:
         return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
@@ -378,9 +360,9 @@ class Engine:
             raise does_not_fit(self.steps, self.ledger, self.budget.device_nbytes, self.model, self.meter, mode)
 
     def _no_way_back(self) -> bool:
-        if self._started:
+        if self.exchanging.started:
             self.broken = f"step {self.steps} failed when some layers had been updated"
-        return bool(self._started)
+        return self.exchanging.started
 
     def _abandon(self) -> None:
         """Undo a step that failed before the update: weights again where gradients stood."""
@@ -389,12 +371,13 @@ class Engine:
             torch.cuda.empty_cache()
         for parameter in self.weights.values():
             parameter.grad = None
+        self.exchanging.give_up()
         self.residents.abandon()
         self.store.lanes.settle()
         try:
-            restore_all(self.store, self._landed.values())
+            restore_all(self.store, self.landed.values())
         except BaseException as error:
             self.broken = f"step {self.steps} failed, and so did undoing it ({error})"
             raise
-        self._landed.clear()
+        self.landed.clear()
         self.ledger.reset_peak()

@@ -166,7 +166,7 @@ class Planning:
         costs = [
             replace(self._restricted(k, cost), passable=False, recomputable=k in keepable) for k, cost in enumerate(plan.costs)
         ]
-        self.rates = agreed(self.store.wire, self.best_rates())
+        self.rates = agreed(self.store.ranks, self.best_rates())
         try:
             choice = self._choose(trace, costs, self.rates, through=self._through or frozenset())
         except FitError:  # it ran, if only just: go on holding the least
@@ -261,8 +261,8 @@ class Planning:
         layers = self.store.table.layers
         rows = [[kept_nbytes.get(k, 0), seconds.get(k, 0.0)] for k in range(len(layers))]
         found = torch.tensor(rows, dtype=torch.float64).view(-1, 2)
-        if self.store.wire.world > 1:
-            found = self.store.wire.every(found).amax(0)
+        if self.store.ranks.world > 1:
+            found = self.store.ranks.every(found).amax(0)
         for k, layer in enumerate(layers):
             trained = self.store.shards.trained_numel(k)
             costs.append(
@@ -285,11 +285,11 @@ class Planning:
         store = self.store
         weights, gradients, rest = store.home_nbytes(layer)
         fp32 = store.optimizer.state == "fp32" and rest > 2 * weights and not gradients
-        return fp32 and store.wire.world == 1 and store.homes[layer].place in (HOST, THROUGH)
+        return fp32 and store.wire.world == 1 and not store.sparse and store.homes[layer].place in (HOST, THROUGH)
 
     def _largest(self, trace: list[Moment]) -> list[Moment]:
         """What others took at each moment, on the rank where it was most."""
-        wire = self.store.wire
+        wire = self.store.ranks
         if wire.world == 1:
             return trace
         most = wire.every(torch.tensor([moment.room_nbytes for moment in trace])).amax(0).tolist()
@@ -297,7 +297,7 @@ class Planning:
 
     def _key(self, signature: Signature) -> Signature | bytes:
         """The same on all ranks: the largest of every size, if their batches are alike in kind."""
-        wire = self.store.wire
+        wire = self.store.ranks
         if wire.world == 1:
             return signature
         kinds = repr([(dtype, len(shape)) for dtype, shape in signature])

@@ -11,6 +11,7 @@ from scrimp.chunks._optim import SGD, AdamW, Optimizer
 from scrimp.engine._forward import is_taken
 from scrimp.engine._memory import Memory
 from scrimp.errors import RunError
+from scrimp.exchange import Dense, Sparse
 
 
 def validate(
@@ -38,6 +39,23 @@ def validate(
         raise RunError(f"recompute={recompute!r} is not one of 'auto', 'none', 'all'")
     if clip_norm is not None and not clip_norm > 0:
         raise RunError(f"clip_norm={clip_norm!r} must be more than 0")
+
+
+def check_exchange(exchange: Dense | Sparse | None, optimizer: Optimizer, precision: str) -> None:
+    if exchange is None or isinstance(exchange, Dense):
+        return
+    if not isinstance(exchange, Sparse):
+        raise RunError(f"exchange={exchange!r}: give scrimp.Dense() or scrimp.Sparse(density=...)")
+    if precision == "fp16":
+        raise RunError("precision='fp16' with Sparse is not possible: an overflow would be found too late; use 'bf16' or 'fp32'")
+    if optimizer.state != "fp32":
+        raise RunError(
+            f"AdamW(state={optimizer.state!r}) with Sparse is not possible: states are read entry by entry; use 'fp32'"
+        )
+    for given in (vars(optimizer), *(overrides for _, overrides in optimizer.groups)):
+        for name in ("nesterov", "dampening"):
+            if given.get(name):
+                raise RunError(f"SGD({name}={given[name]!r}) with Sparse is not possible: momentum is taken before the exchange")
 
 
 def pick_device(asked: str | torch.device | None) -> torch.device:

@@ -38,7 +38,7 @@ def _full(engine: Engine, layer: int, slot: Slot) -> torch.Tensor:
     with engine.store.opened(layer) as data:
         for piece in data.pieces(slot):
             full[piece.inside] = (piece.master if slot.trainable else piece.weight).float().cpu()
-    return engine.wire.sum(full).view(slot.shape)
+    return engine.store.wire.sum(full).view(slot.shape)
 
 
 def save_state(engine: Engine, folder: str | Path) -> None:

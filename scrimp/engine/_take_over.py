@@ -112,7 +112,7 @@ def _seats(model: nn.Module, store: Store) -> list[list[Seat]]:
 
 
 def _adopt(store: Store, seat: Seat, values: torch.Tensor) -> None:
-    store.adopt(seat.layer, seat.slot, store.wire.from_first(values.detach()))
+    store.adopt(seat.layer, seat.slot, store.ranks.from_first(values.detach()))
     seat.put(torch.empty_like(seat.parameter, device="meta"))
 
 

@@ -45,6 +45,7 @@ class Updating:
         self._numel, self._seconds = 0, 0.0
         self._begun: list[Gate] = []  # in this step
         self._passing: Passing | None = None
+        self._there: Updater | None = None
 
     def _hire(self) -> None:
         self.worker = Worker("the host's update")
@@ -174,6 +175,14 @@ class Updating:
         for slot in slots:
             counts[slot.name] = counts.get(slot.name, 0) + 1
         return [counts[slot.name] for slot in slots]
+
+    def updater(self, *, on_device: bool) -> Updater:
+        """For who updates masters of some layers elsewhere."""
+        if not on_device:
+            return self._host
+        if self._there is None:
+            self._there = self._on_device()
+        return self._there
 
     def _on_device(self) -> Updater:
         updater = Updater(self.store.device, self._largest, self._fused, self._state)

@@ -14,6 +14,7 @@ from torch import nn
 from scrimp.chunks._costs import Rates
 from scrimp.chunks._wire import Wire
 from scrimp.engine._memory import Budget
+from scrimp.move._torch_private import group_timeout
 
 
 def join_world(device: torch.device) -> Wire:
@@ -25,6 +26,14 @@ def join_world(device: torch.device) -> Wire:
         return Wire()
     over_gloo = dist.get_backend() == "gloo"
     return Wire(world=dist.get_world_size(), rank=dist.get_rank(), device=torch.device("cpu") if over_gloo else device)
+
+
+def apart(wire: Wire) -> Wire:
+    """The same ranks in a group of their own, for collectives that another thread makes."""
+    if wire.world == 1:
+        return Wire()
+    group = dist.new_group(timeout=group_timeout(dist.group.WORLD, wire.device))
+    return Wire(world=wire.world, rank=wire.rank, group=group, device=wire.device)
 
 
 def agreed(wire: Wire, rates: Rates) -> Rates:

@@ -80,15 +80,17 @@ class Kept:
     numel: int
     masking: bool = True
 
-    def add(self, gradient: torch.Tensor, lr: float, *, first: bool = True) -> None:
-        """A gradient of any type; `first` of the step's micro-batches."""
+    def add(self, gradient: torch.Tensor, lr: float, *, first: bool = True, sound: torch.Tensor | None = None) -> None:
+        """A gradient of any type; `first` of the step's micro-batches; nothing, unless `sound`, a flag on its device."""
         for span in pieces(self.numel, gradient.device):
-            states = [state[span] for state in self.states]
+            states, fresh = [state[span] for state in self.states], gradient[span].float()
+            if sound is not None:
+                fresh = torch.where(sound, fresh, 0.0)
             if first:
                 self.rule.carry(states)
-            self.rule.add(states, gradient[span].float())
+            self.rule.add(states, fresh)
             if not states:
-                self.rest.write(span, self.rest.read(span).add_(gradient[span], alpha=lr))
+                self.rest.write(span, self.rest.read(span).add_(fresh, alpha=lr))
 
     def send(self, how: Cut, dtype: torch.dtype, lr: float, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """What travels, as positions and values; from here on it is gone. `count`: of the parameter's steps, this included."""

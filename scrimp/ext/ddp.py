@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scrimp.chunks._store import DTYPES as VALUES
 from scrimp.errors import RunError
 from scrimp.exchange._bucket import Bucket, all_finite, average, complaint, plan_bucket, put, seal
 from scrimp.exchange._kept import Kept, Momentum
 from scrimp.exchange._residual import residual as make_residual
 from scrimp.exchange._select import select
-
-VALUES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-START = 0.25  # the density that a warm-up begins with
+from scrimp.exchange._settings import density_at
 
 
 class SparseState:
@@ -61,9 +60,7 @@ class SparseState:
     @property
     def now(self) -> float:
         """The density of this step."""
-        if self.step >= self.warm_up:
-            return self.density
-        return float(max(self.density, START * (self.density / START) ** (self.step / self.warm_up)))
+        return density_at(self.step, self.density, self.warm_up)
 
     def of(self, name: str) -> Kept:
         if name not in self.kept:
@@ -79,7 +76,7 @@ class SparseState:
         """This rank's, by parameter; every rank has its own."""
         kept = {
             name: {
-                **{"momentum": u for u in kept.states},
+                **dict(zip(["momentum"], kept.states, strict=False)),
                 **{f"residual.{key}": tensor for key, tensor in kept.rest.tensors.items()},
             }
             for name, kept in self.kept.items()
@@ -126,7 +123,7 @@ def sparse_hook(
     row, sent = plan.row(buffer.device), {}
     for part, gradient in zip(plan.parts if finite else (), gradients, strict=False):
         flat = gradient.reshape(-1)
-        if part.whole:
+        if part.how is None or part.how.everything:
             positions = None if part.how is None else select(flat, part.how)
             put(row, part, positions, flat.to(state.values))
             continue

@@ -1,0 +1,84 @@
+"""Gradients exchanged whole: averaged over the ranks on their way home, judged there, and updated where their home is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from scrimp.chunks._home import DEVICE
+from scrimp.chunks._table import Slot
+from scrimp.chunks._update import norm
+from scrimp.engine._judge import judge
+from scrimp.engine._updating import restore_all
+
+if TYPE_CHECKING:
+    from scrimp.engine._engine import Engine
+
+
+class DenseExchange:
+    """What an engine asks, in the order of a step; it holds no engine, so that one goes when nobody holds it."""
+
+    def __init__(self) -> None:
+        self._norms: dict[str, torch.Tensor] = {}  # of gradients, taken on the device
+        self._started: set[str] = set()  # updated already
+        self._scale: torch.Tensor | None = None
+
+    def begin(self, engine: Engine) -> None:
+        self._norms.clear()
+        self._started.clear()
+
+    @property
+    def started(self) -> bool:
+        """Something was changed that cannot be undone."""
+        return bool(self._started)
+
+    def land(self, engine: Engine, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
+        engine.residents.before_landing(layer)
+        engine.store.land(layer, slot, gradient, first=first)
+
+    def retire(self, engine: Engine, layer: int, landed: list[tuple[Slot, bool]]) -> None:
+        """All of a layer's gradients of this micro-batch are there, each with whether it is the first (or no more will come)."""
+        engine.store.retire(layer, landed)
+        slots = [slot for slot, _ in landed]
+        if engine.must_judge:
+            if engine.wire.world == 1 and engine.accumulate == 1 and not engine.store.anchored(layer):
+                self._norms.update({slot.name: norm(engine.store.device_view(layer, slot)) for slot in slots})
+        elif engine.residents.following and engine.last_part and engine.store.homes[layer].place != DEVICE:
+            self._started.update(slot.name for slot in slots)
+            updating = engine.updating
+            updating.start(layer, slots, updating.numbers(slots, engine.counts), engine.steps, None)
+
+    def finish(self, engine: Engine) -> None:
+        """After the last backward: judge, then update or leave everything as it was."""
+        if self._judged(engine):
+            rest = [place for place in engine.in_order() if place[1].name not in self._started]
+            engine.updating.run(rest, engine.steps, engine.counts, self._scale)
+        else:
+            engine.skipped += 1
+            restore_all(engine.store, engine.landed.values())
+
+    def give_up(self) -> None:
+        """The step is not made."""
+
+    def close(self) -> None: ...
+
+    def _judged(self, engine: Engine) -> bool:
+        """Whether to update: finite gradients, if that was asked for; sets the scale that clips the norm."""
+        self._scale = None
+        if not engine.must_judge:
+            return True
+        scale = engine.loss_scale
+        try:
+            verdict = judge(engine.store, engine.in_order(), self._norms, clip=engine.clip_norm, loss_scale=scale.value)
+        finally:
+            self._norms.clear()
+        scale.saw(finite=verdict.bad is None)
+        if verdict.bad is not None and (engine.skip_nonfinite or scale.dynamic):
+            if not scale.dynamic:
+                words = f"step {engine.steps}: gradient of {verdict.bad} is not finite; the update is skipped"
+                warnings.warn(words, stacklevel=4)
+            return False
+        engine.norm, self._scale = verdict.norm, verdict.scale
+        return True

@@ -1,0 +1,55 @@
+"""What came from all ranks for one parameter: taken from a master entry by entry, or as a mean piece by piece.
+
+Rank after rank, so that all replicas have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from scrimp.exchange._bucket import Bucket, Part
+from scrimp.exchange._cut import COLUMNS
+from scrimp.exchange._kept import pieces
+from scrimp.exchange._packet import unpack
+
+
+def subtract(master: torch.Tensor, rows: torch.Tensor, bucket: Bucket, part: Part, scale: float) -> list[torch.Tensor]:
+    """The mean of what the ranks sent, times `scale`; the positions that have changed."""
+    assert part.how is not None
+    changed, world = [], rows.shape[0]
+    for rank in range(world):
+        positions, values = unpack(rows[rank, part.start : part.stop], part.how, bucket.dtype)
+        master.index_add_(0, positions, values.float(), alpha=-scale / world)
+        changed.append(positions)
+    return changed
+
+
+def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The mean in fp32, in pieces that are small whatever the parameter's size; each is good until the next."""
+    world = rows.shape[0]
+    sent = [_values(rows[rank], bucket, part) for rank in range(world)]
+    for span in pieces(part.numel, rows.device):
+        mean = torch.zeros(span.stop - span.start, device=rows.device)
+        for positions, values in sent:
+            if positions is None:
+                mean.add_(values[span], alpha=1 / world)
+                continue
+            first, last = _entries(part, span)
+            mean.index_add_(0, positions[first:last] - span.start, values[first:last].float(), alpha=1 / world)
+        yield span, mean
+
+
+def _values(row: torch.Tensor, bucket: Bucket, part: Part) -> tuple[torch.Tensor | None, torch.Tensor]:
+    here = row[part.start : part.stop]
+    if part.how is None:
+        return None, here[: part.numel * bucket.dtype.itemsize].view(bucket.dtype)
+    return unpack(here, part.how, bucket.dtype)
+
+
+def _entries(part: Part, span: slice) -> tuple[int, int]:
+    """Which of a packet's entries are those of whole rows."""
+    assert part.how is not None
+    first = span.start // COLUMNS * part.how.per_row
+    return first, part.how.entries if span.stop == part.numel else span.stop // COLUMNS * part.how.per_row

@@ -1,0 +1,198 @@
+"""One step's exchange: rows of bytes that fill up as layers are sent, and travel bucket by bucket in one order on all ranks.
+
+A bucket is a few layers that come one after the other in backward, enough to be worth a message. It travels when all of them
+have been put, and all buckets before it have gone: whatever the order in which layers get ready on a rank, collectives are the
+same everywhere, and one thread makes them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from scrimp.chunks._wire import Wire
+from scrimp.chunks._worker import Gate, Worker
+from scrimp.errors import MoveError, RunError
+from scrimp.exchange._bucket import NOT_FINITE, Bucket, Part, complaint, plan_bucket, put, seal
+from scrimp.exchange._packet import unpack, wrong
+
+BUCKET_NBYTES = 256 << 10  # a millisecond of a fast network, and ten of a slow one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A layer that is exchanged: names and elements of what is trained, and where its rows are made."""
+
+    layer: int
+    sizes: tuple[tuple[str, int], ...]
+    device: torch.device
+
+
+def plan_buckets(
+    members: Iterable[Member], density: float, dtype: torch.dtype, small: int, nbytes: int = BUCKET_NBYTES
+) -> list[tuple[tuple[int, ...], torch.device, Bucket]]:
+    """Layers, device and bucket of each message, from members in the order of backward."""
+    found: list[tuple[tuple[int, ...], torch.device, Bucket]] = []
+    group: list[Member] = []
+
+    def close() -> None:
+        if group:
+            bucket = plan_bucket([size for member in group for size in member.sizes], density, dtype, small)
+            found.append((tuple(member.layer for member in group), group[0].device, bucket))
+            group.clear()
+
+    for member in members:
+        if group and group[0].device != member.device:
+            close()
+        group.append(member)
+        if plan_bucket([size for one in group for size in one.sizes], density, dtype, small).nbytes >= nbytes:
+            close()
+    close()
+    return found
+
+
+class Round:
+    def __init__(
+        self, step: int, plan: Sequence[tuple[tuple[int, ...], torch.device, Bucket]], wire: Wire, comm: Worker, number: int
+    ) -> None:
+        """`number`: of the first message, counted over the whole run."""
+        self.step = step
+        self.buckets = [bucket for _, _, bucket in plan]
+        self._devices = [device for _, device, _ in plan]
+        self._wire, self._comm, self._number = wire, comm, number
+        self._of_layer = {layer: k for k, (layers, _, _) in enumerate(plan) for layer in layers}
+        self._where = {part.name: (k, part) for k, bucket in enumerate(self.buckets) for part in bucket.parts}
+        self._missing = [set(layers) for layers, _, _ in plan]
+        self._lock = threading.Lock()
+        self._rows: list[torch.Tensor | None] = [None] * len(plan)
+        self._came: list[torch.Tensor | None] = [None] * len(plan)
+        self._gates = [comm.promise() for _ in plan]
+        self._gone = 0  # buckets that have been told to travel
+        self.present: set[str] = set()  # on this rank
+
+    # Sending.
+
+    def part(self, name: str) -> Part:
+        return self._where[name][1]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.buckets[self._where[name][0]].dtype
+
+    def open(self, layer: int) -> None:
+        """Make room for a layer's bucket; asked by the thread whose meter counts what is made."""
+        k = self._of_layer[layer]
+        with self._lock:
+            if self._rows[k] is None:
+                row = self.buckets[k].row(self._devices[k])
+                self._rows[k] = row
+                world = self._wire.world
+                self._came[k] = row.view(1, -1) if world == 1 else row.new_empty(world * row.numel()).view(world, -1)
+
+    def put(self, name: str, positions: torch.Tensor | None, values: torch.Tensor) -> None:
+        k, part = self._where[name]
+        row = self._rows[k]
+        assert row is not None
+        put(row, part, positions, values)
+        self.present.add(name)
+
+    def flag(self, name: str, flag: torch.Tensor | int) -> None:
+        """What is to be said of a parameter, instead of that it is there."""
+        k, part = self._where[name]
+        row = self._rows[k]
+        assert row is not None
+        row[part.flag] = flag
+
+    def done(self, layer: int) -> None:
+        """All of a layer has been put, or there is nothing of it."""
+        k = self._of_layer[layer]
+        self.open(layer)
+        with self._lock:
+            self._missing[k].discard(layer)
+            while self._gone < len(self.buckets) and not self._missing[self._gone]:
+                self._comm.submit(self._number + self._gone, partial(self._travel, self._gone))
+                self._gone += 1
+
+    def _travel(self, k: int) -> None:
+        row, came = self._rows[k], self._came[k]
+        assert row is not None
+        assert came is not None
+        if self._wire.world > 1:  # else there is nobody to tell
+            self._exchange(k, row, came)
+        self._comm.keep(self._gates[k])
+
+    def _exchange(self, k: int, row: torch.Tensor, came: torch.Tensor) -> None:
+        seal(row, self.step, finite=True)  # parameter by parameter, that is said behind it
+        try:
+            self._wire.gather(row, came.view(-1))
+        except MoveError as error:
+            raise RunError(f"step {self.step}, gradients of {self._named(k)}: {error}") from error
+        for rank in range(self._wire.world):
+            trouble = complaint(came[rank], self.step) or self._misplaced(k, came[rank])
+            if trouble is not None:
+                raise RunError(f"step {self.step}, gradients of {self._named(k)}: the packet of rank {rank} {trouble}")
+
+    def _misplaced(self, k: int, row: torch.Tensor) -> str | None:
+        for part in self.buckets[k].parts:
+            if part.how is not None and wrong(unpack(row[part.start : part.stop], part.how, self.buckets[k].dtype)[0], part.how):
+                return f"has a place beyond the {part.numel} elements of {part.name}"
+        return None
+
+    def _named(self, k: int) -> str:
+        parts = self.buckets[k].parts
+        return parts[0].name if len(parts) == 1 else f"{parts[0].name} to {parts[-1].name}"
+
+    # What came.
+
+    def gate(self, layer: int) -> Gate:
+        """Opens when a layer's bucket has come from all ranks."""
+        return self._gates[self._of_layer[layer]]
+
+    def wait(self) -> None:
+        """Until everything has come."""
+        for gate in self._gates:
+            gate.wait()
+
+    def rows(self, name: str) -> tuple[torch.Tensor, Bucket, Part]:
+        k, part = self._where[name]
+        came = self._came[k]
+        assert came is not None
+        return came, self.buckets[k], part
+
+    def mine(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank sent of a parameter."""
+        k, part = self._where[name]
+        row = self._rows[k]
+        assert row is not None
+        assert part.how is not None
+        return unpack(row[part.start : part.stop], part.how, self.buckets[k].dtype)
+
+    def present_anywhere(self, name: str) -> bool:
+        if self._wire.world == 1:
+            return name in self.present
+        came, _, part = self.rows(name)
+        return bool((came[:, part.flag] == 1).any())
+
+    def bad(self) -> tuple[str, int] | None:
+        """The first parameter whose gradient is not finite, and the rank that found that."""
+        for bucket, came in zip(self.buckets, self._came, strict=True):
+            assert came is not None
+            first, last = bucket.parts[0].flag, bucket.parts[-1].flag + 1
+            found = (came[:, first:last] == NOT_FINITE).nonzero()
+            if found.numel():
+                rank, k = found[0].tolist()
+                return bucket.parts[k].name, rank
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank sends."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def give_up(self) -> None:
+        """The step is not made, and nothing has travelled: whoever waits need wait no more."""
+        for gate in self._gates:
+            self._comm.keep(gate)
