@@ -2,5 +2,6 @@
 
 from scrimp.checkpoint._load import load
 from scrimp.checkpoint._save import save
+from scrimp.checkpoint._write import Named
 
-__all__ = ["load", "save"]
+__all__ = ["Named", "load", "save"]

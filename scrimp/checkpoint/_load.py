@@ -4,6 +4,7 @@ with another codec than the engine's are decoded or encoded on the way, a tile a
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ TILE = 1 << 18
 Loaded = tuple[Manifest, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
-def load(folder: str | Path, store: Store, *, optimizer: str) -> Loaded:
+def load(folder: str | Path, store: Store, *, optimizer: str, also: Callable[[list[Any]], None]) -> Loaded:
     """Fill the store; the manifest, this rank's random state if the checkpoint was written by as many ranks, and the
-    buffers."""
+    buffers. `also` is shown the files of all ranks."""
     where = Path(folder)
     if not where.exists() and where.with_name(where.name + ASIDE).exists():
         where = where.with_name(where.name + ASIDE)
@@ -46,8 +47,9 @@ def load(folder: str | Path, store: Store, *, optimizer: str) -> Loaded:
                 for slot in layer.slots:
                     for piece in data.pieces(slot):
                         _fill(files, manifest.entries[slot.name], piece, manifest.state, store.optimizer)
-        same = len(manifest.files) == store.wire.world
-        rng = _named(files[store.wire.rank], "rng.") if same else {}
+        also(files)
+        same = len(manifest.files) == store.ranks.world
+        rng = _named(files[store.ranks.rank], "rng.") if same else {}
         buffers = _named(files[0], "buffer.")
     return manifest, rng, buffers
 

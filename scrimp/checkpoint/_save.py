@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -36,10 +37,12 @@ def save(
     loss_scale: tuple[float, int],
     rng: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
+    also: Iterable[Named] = (),
 ) -> None:
+    """`also`: what else this rank has, by names of its own."""
     goal = Path(os.path.abspath(folder))
     work = goal.with_name(goal.name + UNFINISHED)
-    wire = store.wire
+    wire = store.ranks
     with _together(wire, goal):
         if wire.rank == 0:
             _check_goal(goal)
@@ -49,7 +52,7 @@ def save(
     mine = bytes(32)
     with _together(wire, goal):
         with _OneLayer(store) as layers:
-            mine = write(work / name, _tensors(store, layers, rng, buffers))
+            mine = write(work / name, chain(_tensors(store, layers, rng, buffers), also))
         _flush(work / name)
     checksums = wire.every(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     with _together(wire, goal):
@@ -135,9 +138,11 @@ def _tensors(
     """What this rank writes, each tensor made when its turn comes."""
     for key, state in rng.items():
         yield f"rng.{key}", state.dtype, tuple(state.shape), partial(_on_host, state)
-    if store.wire.rank == 0:  # buffers are the same everywhere, as DDP has them
+    if store.ranks.rank == 0:  # buffers are the same everywhere, as DDP has them
         for key, buffer in buffers.items():
             yield f"buffer.{key}", buffer.dtype, tuple(buffer.shape), partial(_on_host, buffer)
+    if store.ranks.rank and store.wire.world == 1:
+        return  # who shares no homes with others has the weights that rank 0 has
     for layer in range(len(store.table.layers)):
         trained = store.shards.trained_numel(layer)
         wide = store.dtype_of(layer) == torch.float32

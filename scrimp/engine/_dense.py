@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from scrimp.checkpoint import Named
 from scrimp.chunks._home import DEVICE
 from scrimp.chunks._table import Slot
 from scrimp.chunks._update import norm
 from scrimp.engine._judge import judge
+from scrimp.engine._sparse_state import is_sparse
 from scrimp.engine._updating import restore_all
 
 if TYPE_CHECKING:
@@ -61,6 +64,16 @@ class DenseExchange:
 
     def give_up(self) -> None:
         """The step is not made."""
+
+    def saved(self, engine: Engine) -> Iterable[Named]:
+        """What a checkpoint must have besides the store."""
+        return ()
+
+    def load(self, engine: Engine, files: list[Any]) -> None:
+        """From the files of all ranks."""
+        if is_sparse(files):
+            words = "the checkpoint is of a run with sparse exchange: what its ranks had not sent yet is left out"
+            warnings.warn(words, stacklevel=5)
 
     def close(self) -> None: ...
 

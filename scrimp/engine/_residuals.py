@@ -22,7 +22,7 @@ class Residuals:
     def __init__(self, store: Store, settings: Sparse, rank: int, trained: list[list[Slot]]) -> None:
         self.store, self.settings, self._rank = store, settings, rank
         kept_back = settings.density < 1
-        self._slots = [[slot for slot in slots if slot.numel >= settings.small and kept_back] for slots in trained]
+        self.slots = [[slot for slot in slots if slot.numel >= settings.small and kept_back] for slots in trained]
         self._held: dict[str, Residual] = {}
         self._places: list[str] = [""] * len(trained)
         for layer in range(len(trained)):
@@ -32,7 +32,7 @@ class Residuals:
         return self._held[name]
 
     def nbytes(self, layer: int) -> int:
-        return sum(residual_nbytes(self.settings.residual, slot.numel) for slot in self._slots[layer])
+        return sum(residual_nbytes(self.settings.residual, slot.numel) for slot in self.slots[layer])
 
     def beside_nbytes(self, layer: int) -> int:
         """What they take on the device, if the layer's home is there."""
@@ -45,7 +45,7 @@ class Residuals:
         worker = self.store.device if at_home else CPU
         nbytes = self.nbytes(layer)
         fresh = {}
-        for slot in self._slots[layer]:
+        for slot in self.slots[layer]:
             seed = (self._rank << 32) + zlib.crc32(slot.name.encode())
             at = CPU if place == "host" else None
             fresh[slot.name] = residual(self.settings.residual, slot.numel, worker, seed, at=at)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from scrimp.checkpoint import Named
 from scrimp.chunks._home import DEVICE, Piece
 from scrimp.chunks._optim import AdamW, Optimizer, rate
 from scrimp.chunks._store import DTYPES, Store
@@ -24,6 +25,7 @@ from scrimp.chunks._update import Updater
 from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Gate, Worker
 from scrimp.engine._residuals import Residuals
+from scrimp.engine._sparse_state import load, tensors
 from scrimp.engine._updating import restore_all
 from scrimp.errors import RunError
 from scrimp.exchange._arrived import mean_pieces, subtract
@@ -122,6 +124,21 @@ class SparseExchange:
         """The step is not made."""
         if self._round is not None:
             self._round.give_up()
+
+    def saved(self, engine: Engine) -> Iterable[Named]:
+        """What a checkpoint must have besides the store."""
+        self.store.wait()
+        return tensors(self, engine.wire.rank)
+
+    def load(self, engine: Engine, files: list[Any]) -> None:
+        """From the files of all ranks."""
+        load(self, files, engine.wire.rank, engine.wire.world)
+
+    def kept_back(self) -> Iterator[tuple[int, Slot]]:
+        """Layers and slots that have a residual."""
+        for layer, slots in enumerate(self.residuals.slots):
+            for slot in slots:
+                yield layer, slot
 
     def close(self) -> None:
         self._close()

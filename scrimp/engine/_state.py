@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ def save_state(engine: Engine, folder: str | Path) -> None:
         loss_scale=(engine.loss_scale.value, engine.loss_scale.good),
         rng=random,
         buffers=persistent(engine.model),
+        also=engine.exchanging.saved(engine),
     )
 
 
@@ -69,7 +71,9 @@ def load_state(engine: Engine, folder: str | Path) -> None:
     for layer in range(len(engine.store.homes)):
         engine.store.settled(layer)
     try:
-        manifest, random, buffers = load(folder, engine.store, optimizer=type(engine.optimizer).__name__)
+        manifest, random, buffers = load(
+            folder, engine.store, optimizer=type(engine.optimizer).__name__, also=partial(engine.exchanging.load, engine)
+        )
     except CheckpointError:  # found before anything was written
         raise
     except BaseException as error:

@@ -39,7 +39,12 @@ def residual(kind: str, numel: int, device: torch.device, seed: int = 0, *, at: 
         name: arena(size, dtype, pinned=pinned) if at is not None else torch.zeros(size, dtype=dtype, device=device)
         for name, (size, dtype) in sizes.items()
     }
-    return Blocks(zeros, device, seed) if kind == "int8" else Plain(zeros, device)
+    return residual_of(kind, zeros, device, seed)
+
+
+def residual_of(kind: str, tensors: dict[str, torch.Tensor], device: torch.device, seed: int = 0) -> Residual:
+    """With what is there."""
+    return Blocks(tensors, device, seed) if kind == "int8" else Plain(tensors, device)
 
 
 def residual_tensors(kind: str, numel: int) -> dict[str, tuple[int, torch.dtype]]:

@@ -1,0 +1,93 @@
+"""What a sparse exchange keeps from step to step, in checkpoints: residuals and moments of every rank, by parameter.
+
+    exchange.residual.KEY.NAME      of each rank, in its file
+    exchange.state-K.NAME           moments of each rank but the first, whose are the checkpoint's own
+
+A residual is a share of an update that is the mean over the ranks. So with other ranks than before each counts by how their
+numbers compare, and those of ranks that are gone are shared out: all that waits is then what waited.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scrimp.checkpoint import Named
+from scrimp.exchange._residual import KINDS, Residual, residual_of, residual_tensors
+
+if TYPE_CHECKING:
+    from scrimp.engine._sparse import SparseExchange
+
+CPU = torch.device("cpu")
+PREFIX = "exchange."
+
+
+def tensors(exchange: SparseExchange, rank: int) -> Iterator[Named]:
+    """What this rank writes; homes are at rest."""
+    for layer, slot in exchange.kept_back():
+        rest = exchange.residuals.of(slot.name)
+        for key, tensor in rest.tensors.items():
+            yield f"{PREFIX}residual.{key}.{slot.name}", tensor.dtype, tuple(tensor.shape), partial(_on_host, tensor)
+        if rank:
+            (piece,) = exchange.store.direct(layer).pieces(slot)
+            for k, state in enumerate(piece.states):
+                yield f"{PREFIX}state-{k}.{slot.name}", state.dtype, tuple(state.shape), partial(_on_host, state)
+
+
+def is_sparse(files: list[Any]) -> bool:
+    return any(name.startswith(PREFIX) for name in files[0].keys())  # noqa: SIM118 - a file handle is no dict
+
+
+def load(exchange: SparseExchange, files: list[Any], rank: int, world: int) -> None:
+    """The store has been filled, with the first rank's moments."""
+    if not is_sparse(files):
+        for _, slot in exchange.kept_back():
+            for tensor in exchange.residuals.of(slot.name).tensors.values():
+                tensor.zero_()
+        return
+    saved = len(files)
+    if saved != world:
+        gone = f"; those of ranks {world} to {saved - 1} are shared out" if saved > world else ""
+        warnings.warn(
+            f"saved by {saved} ranks and loaded by {world}: residuals count {world / saved:.3g} times{gone}", stacklevel=5
+        )
+    for layer, slot in exchange.kept_back():
+        _load_residual(exchange.residuals.of(slot.name), files, slot.name, slot.numel, rank, world)
+        if rank % saved:
+            (piece,) = exchange.store.direct(layer).pieces(slot)
+            for k, state in enumerate(piece.states):
+                state.copy_(files[rank % saved].get_tensor(f"{PREFIX}state-{k}.{slot.name}"))
+
+
+def _load_residual(into: Residual, files: list[Any], name: str, numel: int, rank: int, world: int) -> None:
+    saved = len(files)
+    kind = _kind(files[0], name)
+    found = residual_tensors(kind, numel)
+    same = saved == world and {key: tensor.dtype for key, tensor in into.tensors.items()} == {k: d for k, (_, d) in found.items()}
+    if same:
+        for key, tensor in into.tensors.items():
+            tensor.copy_(files[rank].get_tensor(f"{PREFIX}residual.{key}.{name}"))
+        return
+    total, span = torch.zeros(numel), slice(0, numel)
+    for other in range(saved):
+        share = (1.0 if other == rank else 0.0) if other < world else 1 / world
+        if share:
+            theirs = {key: files[other].get_tensor(f"{PREFIX}residual.{key}.{name}") for key in found}
+            total.add_(residual_of(kind, theirs, CPU).read(span), alpha=share * world / saved)
+    into.write(span, total.to(into.device))
+
+
+def _kind(file: Any, name: str) -> str:
+    keys = {*file.keys()}
+    if f"{PREFIX}residual.codes.{name}" in keys:
+        return "int8"
+    dtype = file.get_slice(f"{PREFIX}residual.values.{name}").get_dtype()
+    return {"F32": "fp32", "BF16": "bf16"}.get(dtype, KINDS[0])
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()

@@ -1,0 +1,212 @@
+"""What ranks do in the tests of the engine's sparse exchange, and an oracle that does it without an engine."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scrimp import SGD, AdamW, Engine, Memory, RunError, Sparse, zoo
+from scrimp.exchange import _round
+from scrimp.exchange._cut import COLUMNS, cut
+
+LR, MOMENTUM = 0.05, 0.9
+EPS = 1e-2  # Adam's: with less of it all of the first updates are as large as each other, and which are sent is chance
+State = dict[str, torch.Tensor]
+
+
+def engine_of(name: str, settings: dict[str, Any], *, seed: int = 0, home: str = "device", **others: Any) -> Engine:
+    torch.manual_seed(seed)
+    optimizer = others.pop("optimizer", SGD(lr=LR, momentum=MOMENTUM))
+    others = {"precision": "fp32", **others}
+    engine = Engine(
+        zoo.build(name), optimizer=optimizer, memory=Memory(device="1GiB"), device="cpu", exchange=Sparse(**settings), **others
+    )
+    if home == "host":
+        engine.planning._homes = frozenset()
+    return engine
+
+
+def batch_of(name: str, step: int, world: int, rank: int) -> list[torch.Tensor]:
+    return [tensor.chunk(world)[rank] for tensor in zoo.example_batch(name, batch=8, step=step)]
+
+
+def steps_of(engine: Engine, name: str, steps: range) -> list[float]:
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    return [float(engine.step(*batch_of(name, step, world, rank))) for step in steps]
+
+
+def train(name: str, steps: int, settings: dict[str, Any], **others: Any) -> tuple[State, list[float]]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    engine = engine_of(name, settings, seed=rank, **others)  # rank 0's weights count
+    losses = steps_of(engine, name, range(steps))
+    return dict(engine.iter_state()), losses
+
+
+def oracle(
+    name: str, steps: int, world: int, density: float, small: int, *, adam: bool = False, clip: float | None = None
+) -> State:
+    """All ranks in one process, in plain torch, as the formulas stand."""
+    torch.manual_seed(0)
+    model = zoo.build(name)
+    names = dict(model.named_parameters())
+    kept = [
+        {key: [torch.zeros(p.numel(), dtype=torch.float64) for _ in range(3)] for key, p in names.items()} for _ in range(world)
+    ]
+    dense = {key: [torch.zeros(p.numel(), dtype=torch.float64) for _ in range(2)] for key, p in names.items()}
+    for step in range(steps):
+        updates = {key: torch.zeros(p.numel(), dtype=torch.float64) for key, p in names.items()}
+        for rank in range(world):
+            model.zero_grad()
+            model(*batch_of(name, step, world, rank)).backward()
+            for key, parameter in names.items():
+                assert parameter.grad is not None
+                gradient = parameter.grad.flatten().double()
+                if parameter.numel() < small:
+                    updates[key] += gradient.to(torch.bfloat16).double() / world
+                    continue
+                e, u, s = kept[rank][key]
+                if adam:
+                    u.lerp_(gradient, 0.1)
+                    s.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+                    e += LR / 50 * (u / (1 - 0.9 ** (step + 1))) / ((s / (1 - 0.999 ** (step + 1))).sqrt() + EPS)
+                else:
+                    u.mul_(MOMENTUM).add_(gradient)
+                    e += LR * u
+                for start in range(0, e.numel(), COLUMNS):
+                    row = e[start : start + COLUMNS]
+                    entries = cut(row.numel(), density)
+                    found = row.abs().topk(entries.entries).indices
+                    sent = row[found].to(torch.bfloat16).double()
+                    row[found] -= sent
+                    u[start : start + COLUMNS][found] = 0
+                    updates[key][start : start + COLUMNS][found] += sent / world
+        scale = 1.0
+        if clip is not None:
+            rows = [updates[key] / (1 if p.numel() < small else LR) for key, p in names.items()]
+            scale = min(1.0, clip / (float(torch.cat(rows).norm()) + 1e-6))
+        with torch.no_grad():
+            for key, parameter in names.items():
+                update = updates[key] * scale
+                if parameter.numel() < small:
+                    m, s = dense[key]
+                    if adam:
+                        m.lerp_(update, 0.1)
+                        s.mul_(0.999).addcmul_(update, update, value=0.001)
+                        update = LR / 50 * (m / (1 - 0.9 ** (step + 1))) / ((s / (1 - 0.999 ** (step + 1))).sqrt() + EPS)
+                    else:
+                        update = LR * m.mul_(MOMENTUM).add_(update)
+                if adam:
+                    parameter.mul_(1 - LR / 50 * 0.1)
+                parameter.sub_(update.view(parameter.shape))
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+ADAM = AdamW(lr=LR / 50, eps=EPS, weight_decay=0.1)
+
+
+def not_finite(name: str, home: str) -> tuple[list[str], bool, bool, bool, int]:
+    """Rank 1 has a NaN in step 3: what is said, whether weights stayed and residuals are sound, whether it goes on."""
+    engine = engine_of(name, {"density": 0.05, "small": 300}, home=home)
+    steps_of(engine, name, range(3))
+    before = {key: value.clone() for key, value in engine.iter_state()}
+    if dist.get_rank() == 1:
+        engine.loss = lambda loss: loss * float("nan")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps_of(engine, name, range(3, 4))
+    engine.loss = None
+    kept = all(torch.equal(value, before[key]) for key, value in engine.iter_state())
+    held = [tensor for rest in engine.exchanging.residuals._held.values() for tensor in rest.tensors.values()]  # type: ignore[union-attr]
+    sound = all(bool(tensor.isfinite().all()) for tensor in held)
+    on = all(torch.isfinite(torch.tensor(steps_of(engine, name, range(4, 8)))))
+    return [str(warning.message) for warning in caught], kept, sound, on, engine.skipped
+
+
+def fault(name: str, kind: str, folder: str | None = None) -> str:
+    """Something goes wrong on rank 1 in step 2; what is said of it."""
+    engine = engine_of(name, {"density": 0.05, "small": 300, "check_every": 1 if kind == "differs" else 100})
+    seal = _round.seal
+
+    def changed(row: torch.Tensor, step: int, *, finite: bool) -> None:
+        if dist.get_rank() == 1 and step == 2:
+            if kind == "dead":
+                os._exit(9)
+            if kind == "hung":
+                time.sleep(15)
+        seal(row, step, finite=finite)
+        if dist.get_rank() == 1 and step == 2 and kind == "corrupt":
+            row[100] ^= 5
+
+    with patch.object(_round, "seal", changed):
+        try:
+            for step in range(4):
+                if step == 2 and folder is not None:
+                    engine.save(folder)
+                if step == 2 and kind == "differs" and dist.get_rank() == 1:
+                    engine.wait()
+                    engine.store.homes[2].weights[3] += 1
+                steps_of(engine, name, range(step, step + 1))
+                engine.wait()
+        except RunError as error:
+            return str(error)
+    return "no error"
+
+
+def resumed(name: str, steps: int, stop: int, settings: dict[str, Any], folder: str, **others: Any) -> tuple[State, list[float]]:
+    """Saved at `stop`, and on in a new engine."""
+    engine = engine_of(name, settings, **others)
+    losses = steps_of(engine, name, range(stop))
+    engine.save(folder)
+    again = engine_of(name, settings, seed=5, **others)
+    again.load(folder)
+    losses += steps_of(again, name, range(stop, steps))
+    return dict(again.iter_state()), losses
+
+
+def waiting(name: str, steps: int, settings: dict[str, Any], folder: str, *, load: bool) -> tuple[State, list[str]]:
+    """Residuals of this rank, after some steps and saving, or after loading what other ranks have saved."""
+    engine = engine_of(name, settings)
+    said: list[str] = []
+    if load:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.load(folder)
+        said = [str(warning.message) for warning in caught]
+        left = _residuals(engine)
+        assert all(torch.isfinite(torch.tensor(steps_of(engine, name, range(steps, steps + 2)))))
+        return left, said
+    steps_of(engine, name, range(steps))
+    engine.save(folder)
+    return _residuals(engine), said
+
+
+def _residuals(engine: Engine) -> State:
+    exchange = engine.exchanging
+    return {slot.name: exchange.residuals.of(slot.name).read(slice(0, slot.numel)).clone() for _, slot in exchange.kept_back()}  # type: ignore[union-attr]
+
+
+class Thrice(nn.Module):
+    """One module three times, and a weight that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+        self.idle = nn.Linear(32, 32)
+        self.out = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.inner(x))
+        return nn.functional.cross_entropy(self.out(x), y)
+
+
+def folder_of(path: Path) -> str:
+    return str(path / "checkpoint")
