@@ -52,8 +52,6 @@ def exchange(name: str, case: Case, given: Mapping[str, Any], seconds: float) ->
     if training.engine is None:
         return row
     books = training.engine.ledger
-    if case.device == "cpu":  # where both tiers are the same memory
-        row["peak_nbytes"] -= books.host.total_nbytes
     kinds = {kind: nbytes for kind, nbytes in books.peak.by_kind if nbytes}
     return {**row, "ledger_nbytes": books.peak_nbytes, "kinds": kinds, "host_tier_nbytes": books.host.total_nbytes}
 
