@@ -26,8 +26,8 @@ Written by `python -m bench.memory_page` from `bench/results/memory/`, which `ma
 process of its own, world size 1, momentum SGD, the same model and batch for all. On CUDA a peak is the allocator's
 `max_memory_allocated` from the first step on, for everybody, with all that was made before it; cuBLAS is given 128 KiB of
 workspace, where it would take 32 MiB for every thread. On the CPU it is the C library's high-water mark of mapped memory (what
-every thread of the process allocates, in blocks of 64 KiB or more), of scrimp less what its ledger has on the host tier, since
-both tiers are the same memory there; whole steps on the CPU are metered by torch's profiler.
+every thread of the process allocates, in blocks of 64 KiB or more; scrimp's arenas for the host tier are mapped apart from it);
+whole steps on the CPU are metered by torch's profiler.
 
 "DGC layout" is Deep Gradient Compression as its reference code lays memory out (`bench/dgc.py`): momentum, residual, a gradient
 that is never freed, a magnitude copy and a mask of the whole layer.

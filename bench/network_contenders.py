@@ -4,32 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from math import prod
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
+import scrimp
 from bench.network_case import Case
+from scrimp.ext import ddp
 
-FP32, FP16, POWER, SPARSE = "DDP fp32", "DDP fp16", "DDP PowerSGD rank 1", "scrimp sparse 1 %"
+FP32, FP16, POWER, SPARSE = "DDP fp32", "DDP fp16", "DDP PowerSGD rank 1", "DDP, scrimp's sparse hook"
+ENGINE, ENGINE_DENSE = "scrimp's engine, sparse", "scrimp's engine, dense"
 DENSITY = 0.01
 ONE_BUCKET_MB = 1024
 SMALL = 4096  # elements: scrimp sends less than this whole
+MEMORY = "160MiB"  # of both of scrimp's engines
 
-Built = tuple[nn.Module, Optimizer]
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """`step` gives the loss; `weights` are asked for at the end."""
+
+    step: Callable[[Tensor, Tensor], Tensor]
+    weights: Callable[[], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """`nbytes`: what a rank should send in a step, headers not counted. `missing`: why it cannot take part."""
+    """`nbytes`: what a rank should send in a step, headers not counted; None where that is not known beforehand."""
 
-    build: Callable[[Case], Built]
-    nbytes: Callable[[Case], float]
+    build: Callable[[Case], Training]
+    nbytes: Callable[[Case], float] | None
     whole: bool  # sends every gradient whole, so its steps are long and no more of them are needed
-    missing: Callable[[], str | None] = lambda: None
 
     def steps(self, case: Case) -> int:
         return case.steps if self.whole else case.steps * case.longer
@@ -40,18 +50,31 @@ def all_reduced(case: Case, nbytes: float) -> float:
     return 2 * (case.ranks - 1) / case.ranks * nbytes
 
 
-def _fp32(case: Case) -> Built:
+def _by_ddp(model: DistributedDataParallel, rate: float, momentum: float = 0.0) -> Training:
+    optimizer = SGD(model.parameters(), rate, momentum)
+
+    def step(inputs: Tensor, labels: Tensor) -> Tensor:
+        loss = cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Training(step=step, weights=lambda: model.module.state_dict())
+
+
+def _fp32(case: Case) -> Training:
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
-    return model, SGD(model.parameters(), case.rate, case.momentum)
+    return _by_ddp(model, case.rate, case.momentum)
 
 
-def _fp16(case: Case) -> Built:
-    model, optimizer = _fp32(case)
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)  # type: ignore[operator]
-    return model, optimizer
+def _fp16(case: Case) -> Training:
+    model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return _by_ddp(model, case.rate, case.momentum)
 
 
-def _power(case: Case) -> Built:
+def _power(case: Case) -> Training:
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True, bucket_cap_mb=ONE_BUCKET_MB)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
 
@@ -61,7 +84,7 @@ def _power(case: Case) -> Built:
         return powerSGD_hook.powerSGD_hook(state, bucket)
 
     model.register_comm_hook(state, hook)
-    return model, SGD(model.parameters(), case.rate, case.momentum)
+    return _by_ddp(model, case.rate, case.momentum)
 
 
 def _power_nbytes(case: Case) -> float:
@@ -70,12 +93,33 @@ def _power_nbytes(case: Case) -> float:
     return all_reduced(case, 4 * sum(sizes))
 
 
-def _sparse(case: Case) -> Built:
-    ddp = import_module("scrimp.ext.ddp")
+def _sparse(case: Case) -> Training:
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
     state = ddp.SparseState(model, density=DENSITY, momentum=case.momentum)
     model.register_comm_hook(state, ddp.sparse_hook)
-    return model, SGD(model.parameters(), case.rate)  # the momentum is in the state
+    return _by_ddp(model, case.rate)  # the momentum is in the state
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(self.model(inputs), labels)
+
+
+def _engine(case: Case, exchange: scrimp.Dense | scrimp.Sparse) -> Training:
+    engine = scrimp.Engine(
+        _WithLoss(case.model()),
+        optimizer=scrimp.SGD(lr=case.rate, momentum=case.momentum),
+        memory=scrimp.Memory(device=MEMORY),
+        precision="fp32",
+        skip_nonfinite=False,
+        exchange=exchange,
+        device="cpu",
+    )
+    return Training(step=engine.step, weights=lambda: dict(engine.iter_state()))
 
 
 def _sparse_nbytes(case: Case) -> float:
@@ -85,13 +129,10 @@ def _sparse_nbytes(case: Case) -> float:
     return (case.ranks - 1) * 4 * DENSITY * large + all_reduced(case, 2 * small)
 
 
-def _sparse_missing() -> str | None:
-    try:
-        ddp = import_module("scrimp.ext.ddp")
-    except ImportError as error:
-        return str(error)
-    absent = [name for name in ("SparseState", "sparse_hook") if not hasattr(ddp, name)]
-    return f"scrimp.ext.ddp has no {' and no '.join(absent)}" if absent else None
+def _gathered_nbytes(case: Case) -> float:
+    """As with the hook, but what is small is in the same messages: it goes from every rank to every other."""
+    small = sum(n for shape in case.shapes() if (n := prod(shape)) < SMALL)
+    return _sparse_nbytes(case) - all_reduced(case, 2 * small) + (case.ranks - 1) * 2 * small
 
 
 def _elements(case: Case) -> int:
@@ -102,5 +143,7 @@ CONTENDERS = {
     FP32: Contender(build=_fp32, nbytes=lambda case: all_reduced(case, 4 * _elements(case)), whole=True),
     FP16: Contender(build=_fp16, nbytes=lambda case: all_reduced(case, 2 * _elements(case)), whole=True),
     POWER: Contender(build=_power, nbytes=_power_nbytes, whole=False),
-    SPARSE: Contender(build=_sparse, nbytes=_sparse_nbytes, whole=False, missing=_sparse_missing),
+    SPARSE: Contender(build=_sparse, nbytes=_sparse_nbytes, whole=False),
+    ENGINE: Contender(build=partial(_engine, exchange=scrimp.Sparse(density=DENSITY)), nbytes=_gathered_nbytes, whole=False),
+    ENGINE_DENSE: Contender(build=partial(_engine, exchange=scrimp.Dense()), nbytes=None, whole=True),
 }

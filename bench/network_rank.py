@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from bench.machine import high_water_nbytes
 from bench.netns import DEVICE
@@ -29,7 +27,7 @@ def train(name: str, case: Case) -> dict[str, Any]:
     """Times are of a clock that all ranks of the machine share. `before` and `after`: at the ends of the timed steps."""
     contender, total = CONTENDERS[name], case.warm_up + CONTENDERS[name].steps(case)
     data = case.data(total, dist.get_rank())
-    model, optimizer = contender.build(case)
+    training = contender.build(case)
     losses, ends = [], []
     dist.barrier()
     start = time.monotonic()
@@ -37,11 +35,7 @@ def train(name: str, case: Case) -> dict[str, Any]:
         if step == case.warm_up:
             dist.barrier()
             before, began = carried(), time.monotonic()
-        loss = cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(training.step(inputs, labels).item())
         ends.append(time.monotonic())
         print(f"step {step + 1} of {total}", flush=True)
     after = carried()
@@ -52,7 +46,7 @@ def train(name: str, case: Case) -> dict[str, Any]:
         "losses": losses,
         "sent": after["tx"] - before["tx"],
         "received": after["rx"] - before["rx"],
-        "checksum": checksum(model),
+        "checksum": checksum(training.weights()),
         "resident_nbytes": high_water_nbytes(),
     }
 
@@ -63,9 +57,9 @@ def carried() -> dict[str, int]:
     return {way: int((folder / f"{way}_bytes").read_text()) for way in ("rx", "tx")}
 
 
-def checksum(model: nn.Module) -> str:
+def checksum(weights: dict[str, torch.Tensor]) -> str:
     found = hashlib.sha256()
-    for tensor in model.state_dict().values():
+    for tensor in weights.values():
         found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
