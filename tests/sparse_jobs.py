@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from scrimp import SGD, AdamW, Engine, Memory, RunError, Sparse, zoo
+from scrimp.engine import _sparse
+from scrimp.engine._world import apart, join_world
 from scrimp.exchange import _round
+from scrimp.exchange._choice import Pace, measure_pace
 from scrimp.exchange._cut import COLUMNS, cut
 
 LR, MOMENTUM = 0.05, 0.9
@@ -26,9 +30,8 @@ def engine_of(name: str, settings: dict[str, Any], *, seed: int = 0, home: str =
     torch.manual_seed(seed)
     optimizer = others.pop("optimizer", SGD(lr=LR, momentum=MOMENTUM))
     others = {"precision": "fp32", **others}
-    engine = Engine(
-        zoo.build(name), optimizer=optimizer, memory=Memory(device="1GiB"), device="cpu", exchange=Sparse(**settings), **others
-    )
+    exchange = Sparse(**{"choose": False, **settings})
+    engine = Engine(zoo.build(name), optimizer=optimizer, memory=Memory(device="1GiB"), device="cpu", exchange=exchange, **others)
     if home == "host":
         engine.planning._homes = frozenset()
     return engine
@@ -43,15 +46,25 @@ def steps_of(engine: Engine, name: str, steps: range) -> list[float]:
     return [float(engine.step(*batch_of(name, step, world, rank))) for step in steps]
 
 
-def train(name: str, steps: int, settings: dict[str, Any], **others: Any) -> tuple[State, list[float]]:
+def train(name: str, steps: int, settings: dict[str, Any], pace: Pace | None = None, **others: Any) -> tuple[State, list[float]]:
+    """`pace`: as if that had been measured."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    engine = engine_of(name, settings, seed=rank, **others)  # rank 0's weights count
+    with patch.object(_sparse, "measure_pace", lambda *_: pace) if pace is not None else nullcontext():
+        engine = engine_of(name, settings, seed=rank, **others)  # rank 0's weights count
     losses = steps_of(engine, name, range(steps))
     return dict(engine.iter_state()), losses
 
 
 def oracle(
-    name: str, steps: int, world: int, density: float, small: int, *, adam: bool = False, clip: float | None = None
+    name: str,
+    steps: int,
+    world: int,
+    density: float,
+    small: int,
+    *,
+    adam: bool = False,
+    raw: bool = False,
+    clip: float | None = None,
 ) -> State:
     """All ranks in one process, in plain torch, as the formulas stand."""
     torch.manual_seed(0)
@@ -77,6 +90,8 @@ def oracle(
                     u.lerp_(gradient, 0.1)
                     s.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
                     e += LR / 50 * (u / (1 - 0.9 ** (step + 1))) / ((s / (1 - 0.999 ** (step + 1))).sqrt() + EPS)
+                elif raw:
+                    e += gradient
                 else:
                     u.mul_(MOMENTUM).add_(gradient)
                     e += LR * u
@@ -95,7 +110,7 @@ def oracle(
         with torch.no_grad():
             for key, parameter in names.items():
                 update = updates[key] * scale
-                if parameter.numel() < small:
+                if parameter.numel() < small or raw:
                     m, s = dense[key]
                     if adam:
                         m.lerp_(update, 0.1)
@@ -135,7 +150,7 @@ def fault(name: str, kind: str, folder: str | None = None) -> str:
     engine = engine_of(name, {"density": 0.05, "small": 300, "check_every": 1 if kind == "differs" else 100})
     seal = _round.seal
 
-    def changed(row: torch.Tensor, step: int, *, finite: bool) -> None:
+    def changed(row: torch.Tensor, step: int, *, finite: bool = True) -> None:
         if dist.get_rank() == 1 and step == 2:
             if kind == "dead":
                 os._exit(9)
@@ -210,3 +225,7 @@ class Thrice(nn.Module):
 
 def folder_of(path: Path) -> str:
     return str(path / "checkpoint")
+
+
+def pace() -> Pace:
+    return measure_pace(apart(join_world(torch.device("cpu"))), torch.device("cpu"), 0.01)

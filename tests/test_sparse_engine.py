@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from scrimp import SGD, AdamW, Dense, Engine, Memory, RunError, Sparse, zoo
+from scrimp.exchange._choice import Pace, sparse_pays
 from scrimp.exchange._residual import residual_nbytes
 from scrimp.ext.ranks import RankFailure, RankPool, pool
 from tests import ddp_jobs
@@ -61,17 +62,46 @@ def test_with_everything_sent_by_one_rank_it_is_the_dense_engine(name: str, home
         close(states[0], states[1], tolerance)
 
 
-@pytest.mark.parametrize(("adam", "clip"), [(False, None), (False, 0.5), (True, None)])
+@pytest.mark.parametrize(
+    ("adam", "raw", "clip"), [(False, False, None), (False, False, 0.5), (True, False, None), (False, True, None)]
+)
 @pytest.mark.parametrize("home", HOMES)
-def test_it_does_what_the_formulas_say(adam: bool, clip: float | None, home: str) -> None:
+def test_it_does_what_the_formulas_say(adam: bool, raw: bool, clip: float | None, home: str) -> None:
     """Against all ranks in one process and fp64: few entries that round the other way are all that may differ."""
-    want = jobs.oracle("gpt-tiny", 8, 2, 0.05, 300, adam=adam, clip=clip)
+    want = jobs.oracle("gpt-tiny", 8, 2, 0.05, 300, adam=adam, raw=raw, clip=clip)
     others = {"home": home, "clip_norm": clip, "optimizer": jobs.ADAM if adam else SGD(lr=jobs.LR, momentum=jobs.MOMENTUM)}
-    settings = {"density": 0.05, "small": 300}
+    settings = {"density": 0.05, "small": 300, "of": "gradient" if raw else "update"}
     for state, _ in pool(2).run(jobs.train, "gpt-tiny", 8, settings, timeout_seconds=300, **others):
         for key, value in want.items():
             off = (state[key] - value).abs() > 1e-4 * value.abs().max()
             assert float(off.float().mean()) < 0.01, key
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_on_a_fast_network_layers_travel_whole(home: str) -> None:
+    """Summed, and every bit DDP's with two ranks; what a slow one would have made of it is something else."""
+    want = pool(2).run(ddp_jobs.dense, "gpt-tiny", 6, jobs.MOMENTUM, timeout_seconds=300)[0]
+    settings = {"density": 0.05, "values": "fp32", "small": 300, "choose": True}
+    for network, whole in ((1e12, True), (1e6, False)):
+        pace = Pace(network=network, selecting=1e8)
+        others = {"home": home, "pace": pace, "skip_nonfinite": not whole}
+        for state, _ in pool(2).run(jobs.train, "gpt-tiny", 6, settings, timeout_seconds=300, **others):
+            assert all(torch.equal(state[key], value) for key, value in want.items()) == whole
+
+
+def test_what_pays() -> None:
+    slow, fast = Pace(network=25e6, selecting=1e8), Pace(network=1e10, selecting=1e8)
+    assert sparse_pays(10**6, 4, 0.01, 2, slow)
+    assert not sparse_pays(10**6, 4, 0.01, 2, fast)
+    assert not sparse_pays(10**6, 200, 0.01, 2, slow)  # 200 ranks send 1 % each: twice of everything
+    assert sparse_pays(10**6, 1, 0.01, 2, fast)  # nobody to send to: what is asked for is done
+
+
+def test_a_network_is_measured_alike_by_all() -> None:
+    paces = pool(2).run(jobs.pace, timeout_seconds=60)
+    assert paces[0] == paces[1]
+    assert 1e5 < paces[0].network < 1e12
+    assert 1e5 < paces[0].selecting < 1e12
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
@@ -225,6 +255,7 @@ def test_a_dense_engine_and_a_sparse_one_read_each_others_checkpoints(tmp_path: 
         ({"values": "int4"}, {}, "values='int4'"),
         ({"residual": "fp8"}, {}, "residual='fp8'"),
         ({"place": "disk"}, {}, "place='disk'"),
+        ({"of": "weights"}, {}, "of='weights'"),
         ({"warm_up": -1}, {}, "warm_up=-1"),
         ({"check_every": 0}, {}, "check_every=0"),
         ({}, {"precision": "fp16"}, "fp16"),

@@ -17,15 +17,13 @@ CPU = torch.device("cpu")
 
 
 class Residuals:
-    """`trained`: the slots of each layer that have one."""
+    """`slots`: those of each layer that have one."""
 
-    def __init__(self, store: Store, settings: Sparse, rank: int, trained: list[list[Slot]]) -> None:
-        self.store, self.settings, self._rank = store, settings, rank
-        kept_back = settings.density < 1
-        self.slots = [[slot for slot in slots if slot.numel >= settings.small and kept_back] for slots in trained]
+    def __init__(self, store: Store, settings: Sparse, rank: int, slots: list[list[Slot]]) -> None:
+        self.store, self.settings, self.slots, self._rank = store, settings, slots, rank
         self._held: dict[str, Residual] = {}
-        self._places: list[str] = [""] * len(trained)
-        for layer in range(len(trained)):
+        self._places: list[str] = [""] * len(slots)
+        for layer in range(len(slots)):
             self.settle(layer)
 
     def of(self, name: str) -> Residual:

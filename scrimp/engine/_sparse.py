@@ -18,7 +18,7 @@ import torch
 
 from scrimp.checkpoint import Named
 from scrimp.chunks._home import DEVICE, Piece
-from scrimp.chunks._optim import AdamW, Optimizer, rate
+from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
 from scrimp.chunks._store import DTYPES, Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._update import Updater
@@ -30,7 +30,8 @@ from scrimp.engine._updating import restore_all
 from scrimp.errors import RunError
 from scrimp.exchange._arrived import mean_pieces, subtract
 from scrimp.exchange._bucket import NOT_FINITE, PRESENT
-from scrimp.exchange._kept import Adaptive, Kept, Momentum
+from scrimp.exchange._choice import measure_pace, sparse_pays
+from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule
 from scrimp.exchange._round import Member, Round, plan_buckets
 from scrimp.exchange._select import select
 from scrimp.exchange._settings import Sparse
@@ -45,9 +46,17 @@ class SparseExchange:
     def __init__(self, settings: Sparse, store: Store, optimizers: dict[str, Optimizer], wire: Wire) -> None:
         self.settings, self.store, self.optimizers = settings, store, optimizers
         self._trained = [[slot for slot in space.slots if slot.trainable] for space in store.table.layers]
-        self.residuals = Residuals(store, settings, wire.rank, self._trained)
-        store.moved, store.beside_nbytes = self.residuals.settle, self.residuals.beside_nbytes
         self._wire = wire
+        itemsize, density = DTYPES[settings.values].itemsize, settings.density
+        self.pace = measure_pace(wire, store.device, density) if settings.choose and density < 1 else None
+        self._summed = [
+            self.pace is not None
+            and sum(slot.numel for slot in slots) >= settings.small
+            and not sparse_pays(sum(slot.numel for slot in slots), wire.world, density, itemsize, self.pace)
+            for slots in self._trained
+        ]
+        self.residuals = Residuals(store, settings, wire.rank, self._kept_back())
+        store.moved, store.beside_nbytes = self.residuals.settle, self.residuals.beside_nbytes
         self._comm = Worker("the exchange of gradients")
         self._close = weakref.finalize(self, self._comm.close)  # at exit too: the thread must not outlive torch
         self._messages = 0
@@ -150,7 +159,15 @@ class SparseExchange:
             if self._trained[layer]:
                 device = self.store.device if self.store.homes[layer].place == DEVICE else CPU
                 sizes = tuple((slot.name, slot.numel) for slot in self._trained[layer])
-                yield Member(layer=layer, sizes=sizes, device=device)
+                yield Member(layer=layer, sizes=sizes, device=device, summed=self._summed[layer])
+
+    def _kept_back(self) -> list[list[Slot]]:
+        """Of every layer the slots that have a residual."""
+        small, few = self.settings.small, self.settings.density < 1
+        return [
+            [slot for slot in slots if slot.numel >= small and few and not summed]
+            for slots, summed in zip(self._trained, self._summed, strict=True)
+        ]
 
     def _at_once(self, layer: int) -> bool:
         """Gradients are used up as they come: their layer is at home on the device, and nobody has to add them up first."""
@@ -163,8 +180,8 @@ class SparseExchange:
         self._sent.add(layer)
         going.open(layer)
         data, come = self.store.direct(layer), self.store.take_coming_home(layer)
-        numbers = engine.updating.numbers([slot for slot in slots if not going.part(slot.name).whole], engine.counts)
-        counts = dict(zip([slot.name for slot in slots if not going.part(slot.name).whole], numbers, strict=True))
+        ahead = [slot for slot in slots if self._counts_ahead(going, slot)]
+        counts = dict(zip([slot.name for slot in ahead], engine.updating.numbers(ahead, engine.counts), strict=True))
         step = engine.steps
 
         def job() -> None:
@@ -186,9 +203,13 @@ class SparseExchange:
         going = self._round
         assert going is not None
         count = 1
-        if last and not going.part(slot.name).whole:
+        if last and self._counts_ahead(going, slot):
             (count,) = engine.updating.numbers([slot], engine.counts)
         self._put(going, engine.steps, slot, piece, count, first=first, last=last)
+
+    def _counts_ahead(self, going: Round, slot: Slot) -> bool:
+        """The optimizer comes before the exchange, and not when something has come."""
+        return not going.part(slot.name).whole and not self._raw
 
     def _put(self, going: Round, step: int, slot: Slot, piece: Piece, count: int, *, first: bool, last: bool) -> None:
         """A gradient into what is kept, and, with the last micro-batch, what travels of that into the row."""
@@ -208,8 +229,8 @@ class SparseExchange:
                 self._sums.pop(slot.name, None)
         else:
             kept, optimizer = self._kept(slot, piece), self.optimizers[slot.name]
-            lr = float(rate(optimizer, step))
-            if first and optimizer.weight_decay and not isinstance(optimizer, AdamW):
+            lr = 1.0 if self._raw else float(rate(optimizer, step))
+            if first and optimizer.weight_decay and not self._raw and not isinstance(optimizer, AdamW):
                 gradient = gradient.float().add(piece.master, alpha=optimizer.weight_decay)
             kept.add(gradient, lr, first=first, sound=None if gradient.device == CPU else sound)
             if last:
@@ -220,11 +241,18 @@ class SparseExchange:
 
     def _kept(self, slot: Slot, piece: Piece) -> Kept:
         optimizer, rest = self.optimizers[slot.name], self.residuals.of(slot.name)
-        if isinstance(optimizer, AdamW):
-            rule: Any = Adaptive(betas=optimizer.betas, eps=optimizer.eps)
-        else:
+        rule: Rule = Momentum(momentum=0.0)
+        if isinstance(optimizer, AdamW) and not self._raw:
+            rule = Adaptive(betas=optimizer.betas, eps=optimizer.eps)
+        elif isinstance(optimizer, SGD) and not self._raw:
             rule = Momentum(momentum=optimizer.momentum)
-        return Kept(rule=rule, states=piece.states, rest=rest, numel=slot.numel, masking=self.settings.masking)
+        states = [] if self._raw else piece.states
+        return Kept(rule=rule, states=states, rest=rest, numel=slot.numel, masking=self.settings.masking)
+
+    @property
+    def _raw(self) -> bool:
+        """What travels is of gradients, and the optimizer comes after that."""
+        return self.settings.of == "gradient"
 
     def _skip(self, engine: Engine, going: Round, name: str, rank: int) -> None:
         """Nobody updates anything; what was sent waits again."""
@@ -245,7 +273,7 @@ class SparseExchange:
         for slots in self._trained:
             for slot in slots:
                 rows, bucket, part = going.rows(slot.name)
-                lr = 1.0 if part.whole else float(rate(self.optimizers[slot.name], step))
+                lr = 1.0 if part.whole or self._raw else float(rate(self.optimizers[slot.name], step))
                 for _, mean in mean_pieces(rows, bucket, part) if lr else ():
                     norm = torch.linalg.vector_norm(mean, dtype=torch.float64).cpu() / lr
                     total += norm * norm
@@ -279,7 +307,7 @@ class SparseExchange:
         """`stood`: a gradient stands where the weight stood, so that all of it is written anew."""
         rows, bucket, part = going.rows(slot.name)
         optimizer = self.optimizers[slot.name]
-        if part.whole:
+        if part.whole or self._raw:
             if going.present_anywhere(slot.name):
                 counts[slot.name] = count = counts.get(slot.name, 0) + 1
                 for span, mean in mean_pieces(rows, bucket, part):

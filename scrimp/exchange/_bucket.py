@@ -41,23 +41,33 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
+    """`summed`: only its head travels as a row from each rank; what is behind it is all values, and summed over the ranks."""
+
     parts: tuple[Part, ...]
     dtype: torch.dtype  # of the values
     nbytes: int
+    summed: bool = False
+
+    @property
+    def head_nbytes(self) -> int:
+        """Header and flags."""
+        return self.parts[0].start
 
     def row(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
 
 
-def plan_bucket(sizes: Sequence[tuple[str, int]], density: float, dtype: torch.dtype, small: int = SMALL) -> Bucket:
+def plan_bucket(
+    sizes: Sequence[tuple[str, int]], density: float, dtype: torch.dtype, small: int = SMALL, *, summed: bool = False
+) -> Bucket:
     """`sizes`: names and elements, in an order that all ranks have."""
     parts, start = [], HEADER + -(-len(sizes) // BORDER) * BORDER
     for k, (name, numel) in enumerate(sizes):
-        how = cut(numel, density) if numel >= small else None
+        how = cut(numel, density) if numel >= small and not summed else None
         nbytes = -(-numel * dtype.itemsize // BORDER) * BORDER if how is None else packet_nbytes(how, dtype)
         parts.append(Part(name=name, numel=numel, flag=HEADER + k, start=start, stop=start + nbytes, how=how))
         start += nbytes
-    return Bucket(parts=tuple(parts), dtype=dtype, nbytes=start)
+    return Bucket(parts=tuple(parts), dtype=dtype, nbytes=start, summed=summed)
 
 
 def put(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: torch.Tensor) -> None:
@@ -71,7 +81,7 @@ def put(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: t
         pack(here, part.how, positions, values)
 
 
-def seal(row: torch.Tensor, step: int, *, finite: bool) -> None:
+def seal(row: torch.Tensor, step: int, *, finite: bool = True) -> None:
     """The header, when all parts are there."""
     numbers = torch.tensor([row.numel(), step, int(not finite), 0], device=row.device)
     numbers[3] = _checksum(row)

@@ -17,7 +17,7 @@ import torch
 from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Gate, Worker
 from scrimp.errors import MoveError, RunError
-from scrimp.exchange._bucket import NOT_FINITE, Bucket, Part, complaint, plan_bucket, put, seal
+from scrimp.exchange._bucket import NOT_FINITE, PRESENT, Bucket, Part, complaint, plan_bucket, put, seal
 from scrimp.exchange._packet import unpack, wrong
 
 BUCKET_NBYTES = 256 << 10  # a millisecond of a fast network, and ten of a slow one
@@ -25,11 +25,12 @@ BUCKET_NBYTES = 256 << 10  # a millisecond of a fast network, and ten of a slow 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A layer that is exchanged: names and elements of what is trained, and where its rows are made."""
+    """A layer that is exchanged: names and elements of what is trained, where its rows are made, and whether they are summed."""
 
     layer: int
     sizes: tuple[tuple[str, int], ...]
     device: torch.device
+    summed: bool = False
 
 
 def plan_buckets(
@@ -39,17 +40,21 @@ def plan_buckets(
     found: list[tuple[tuple[int, ...], torch.device, Bucket]] = []
     group: list[Member] = []
 
+    def bucket_of(group: list[Member]) -> Bucket:
+        sizes = [size for member in group for size in member.sizes]
+        return plan_bucket(sizes, density, dtype, small, summed=group[0].summed)
+
     def close() -> None:
         if group:
-            bucket = plan_bucket([size for member in group for size in member.sizes], density, dtype, small)
+            bucket = bucket_of(group)
             found.append((tuple(member.layer for member in group), group[0].device, bucket))
             group.clear()
 
     for member in members:
-        if group and group[0].device != member.device:
+        if group and (group[0].device, group[0].summed) != (member.device, member.summed):
             close()
         group.append(member)
-        if plan_bucket([size for one in group for size in one.sizes], density, dtype, small).nbytes >= nbytes:
+        if bucket_of(group).nbytes >= nbytes:
             close()
     close()
     return found
@@ -70,6 +75,7 @@ class Round:
         self._lock = threading.Lock()
         self._rows: list[torch.Tensor | None] = [None] * len(plan)
         self._came: list[torch.Tensor | None] = [None] * len(plan)
+        self._heads: list[torch.Tensor | None] = [None] * len(plan)  # of every rank, where what came is a sum
         self._gates = [comm.promise() for _ in plan]
         self._gone = 0  # buckets that have been told to travel
         self.present: set[str] = set()  # on this rank
@@ -89,8 +95,12 @@ class Round:
             if self._rows[k] is None:
                 row = self.buckets[k].row(self._devices[k])
                 self._rows[k] = row
-                world = self._wire.world
-                self._came[k] = row.view(1, -1) if world == 1 else row.new_empty(world * row.numel()).view(world, -1)
+                world, bucket = self._wire.world, self.buckets[k]
+                self._heads[k] = self._came[k] = row.view(1, -1)
+                if world > 1:
+                    length = bucket.head_nbytes if bucket.summed else bucket.nbytes
+                    self._heads[k] = row.new_empty(world * length).view(world, -1)
+                    self._came[k] = self._came[k] if bucket.summed else self._heads[k]
 
     def put(self, name: str, positions: torch.Tensor | None, values: torch.Tensor) -> None:
         k, part = self._where[name]
@@ -117,23 +127,27 @@ class Round:
                 self._gone += 1
 
     def _travel(self, k: int) -> None:
-        row, came = self._rows[k], self._came[k]
-        assert row is not None
-        assert came is not None
         if self._wire.world > 1:  # else there is nobody to tell
-            self._exchange(k, row, came)
+            try:
+                self._exchange(k)
+            except MoveError as error:
+                raise RunError(f"step {self.step}, gradients of {self._named(k)}: {error}") from error
         self._comm.keep(self._gates[k])
 
-    def _exchange(self, k: int, row: torch.Tensor, came: torch.Tensor) -> None:
-        seal(row, self.step, finite=True)  # parameter by parameter, that is said behind it
-        try:
-            self._wire.gather(row, came.view(-1))
-        except MoveError as error:
-            raise RunError(f"step {self.step}, gradients of {self._named(k)}: {error}") from error
+    def _exchange(self, k: int) -> None:
+        row, heads, bucket = self._rows[k], self._heads[k], self.buckets[k]
+        assert row is not None
+        assert heads is not None
+        sent = row[: heads.shape[1]]
+        seal(sent, self.step)
+        self._wire.gather(sent, heads.view(-1))
         for rank in range(self._wire.world):
-            trouble = complaint(came[rank], self.step) or self._misplaced(k, came[rank])
+            trouble = complaint(heads[rank], self.step) or self._misplaced(k, heads[rank])
             if trouble is not None:
                 raise RunError(f"step {self.step}, gradients of {self._named(k)}: the packet of rank {rank} {trouble}")
+        if bucket.summed:
+            values = row[bucket.head_nbytes :].view(bucket.dtype)
+            values.copy_(self._wire.sum(values.div_(self._wire.world)))
 
     def _misplaced(self, k: int, row: torch.Tensor) -> str | None:
         for part in self.buckets[k].parts:
@@ -173,15 +187,17 @@ class Round:
     def present_anywhere(self, name: str) -> bool:
         if self._wire.world == 1:
             return name in self.present
-        came, _, part = self.rows(name)
-        return bool((came[:, part.flag] == 1).any())
+        k, part = self._where[name]
+        heads = self._heads[k]
+        assert heads is not None
+        return bool((heads[:, part.flag] == PRESENT).any())
 
     def bad(self) -> tuple[str, int] | None:
         """The first parameter whose gradient is not finite, and the rank that found that."""
-        for bucket, came in zip(self.buckets, self._came, strict=True):
-            assert came is not None
+        for bucket, heads in zip(self.buckets, self._heads, strict=True):
+            assert heads is not None
             first, last = bucket.parts[0].flag, bucket.parts[-1].flag + 1
-            found = (came[:, first:last] == NOT_FINITE).nonzero()
+            found = (heads[:, first:last] == NOT_FINITE).nonzero()
             if found.numel():
                 rank, k = found[0].tolist()
                 return bucket.parts[k].name, rank

@@ -10,6 +10,7 @@ from scrimp.exchange._residual import KINDS
 
 VALUES = ("bf16", "fp16", "fp32")
 PLACES = ("device", "host")
+OF = ("update", "gradient")
 START = 0.25  # the density that a warm-up begins with
 
 
@@ -27,6 +28,11 @@ class Sparse:
     for layers whose home is the device: there, or on the host. `masking` stops a momentum where something was sent. Tensors of
     less than `small` elements travel whole. Every `check_every` steps all ranks compare their weights, bit by bit.
 
+    `choose`: layers for which sending all of them in 16 bits takes less time than finding and sending few entries travel whole,
+    as on fast networks or among very many ranks; False: all are sparse. `of`: what the entries are of. "update": of what the
+    optimizer makes of each rank's own gradients, which works for language models too; "gradient": of the gradients, the
+    optimizer coming after the exchange, which is the weaker way with Adam.
+
     Every rank has all weights and states, and the moments of its own gradients: the learning rate that is best may be another,
     often twice that of a dense run."""
 
@@ -38,11 +44,13 @@ class Sparse:
     masking: bool = True
     small: int = SMALL
     check_every: int = 100
+    choose: bool = True
+    of: str = "update"
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
             raise RunError(f"Sparse(density={self.density!r}) is not possible: more than 0, at most 1")
-        for name, known in (("values", VALUES), ("residual", KINDS), ("place", PLACES)):
+        for name, known in (("values", VALUES), ("residual", KINDS), ("place", PLACES), ("of", OF)):
             if getattr(self, name) not in known:
                 there = ", ".join(map(repr, known))
                 raise RunError(f"Sparse({name}={getattr(self, name)!r}) is not possible; there are {there}")
