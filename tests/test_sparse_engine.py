@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from scrimp import SGD, AdamW, Dense, Engine, Memory, RunError, Sparse, zoo
+from scrimp.chunks._costs import Rates
 from scrimp.exchange._choice import Pace, sparse_pays
 from scrimp.exchange._residual import residual_nbytes
 from scrimp.ext.ranks import RankFailure, RankPool, pool
@@ -161,6 +163,27 @@ def test_the_ledger_knows_where_residuals_are(kind: str, place: str) -> None:
     assert engine.ledger.host.now["residual"] == (nbytes if place == "host" else 0)
     engine.close()
     assert engine.ledger.device.now["residual"] == 0
+
+
+def test_one_budget_decides_how_residuals_are_kept_too() -> None:
+    """Room for all: fp32 on the device. Less: what lets homes stay. Less still: homes go, and residuals with them."""
+    found, exchange = {}, Sparse(density=0.05, small=300, residual="auto", place="auto")
+    for budget in (4 << 20, 2_100_000, 1_900_000, 1_700_000, 1_500_000, 1_100_000):
+        torch.manual_seed(0)
+        engine = Engine(
+            zoo.build("gpt-tiny", dim=64, tie=False), optimizer=SGD(lr=0.05, momentum=0.9), memory=Memory(device=budget),
+            device="cpu", precision="fp32", recompute="all", exchange=exchange,
+        )  # fmt: skip
+        fixed = Rates(up=1e9, down=1e9, host=1e9, device=1e10)  # or the choice would be this machine's
+        with patch.object(type(engine.planning), "best_rates", lambda _: fixed):
+            for step in range(8):
+                engine.step(*zoo.example_batch("gpt-tiny", batch=2, step=step))
+        assert engine.ledger.peak_nbytes <= budget
+        way = engine.exchanging.residuals.way  # type: ignore[union-attr]
+        found[budget] = (way.kind, way.place, sum(home.place == "device" for home in engine.store.homes))
+    everything = [(kind, place) for kind, place, homes in found.values() if homes == 6]
+    assert everything == [("fp32", "device"), ("bf16", "device"), ("int8", "device")]
+    assert [homes for _, _, homes in found.values()] == sorted((homes for _, _, homes in found.values()), reverse=True)
 
 
 @pytest.mark.parametrize("home", HOMES)

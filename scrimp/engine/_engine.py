@@ -164,6 +164,7 @@ class Engine:
         self.exchanging: DenseExchange | SparseExchange = DenseExchange()
         if isinstance(exchange, Sparse):
             self.exchanging = SparseExchange(exchange, self.store, optimizers, apart(self.wire))
+            self.planning.residuals, self.planning.sending_nbytes = self.exchanging.residuals, self.exchanging.sending_nbytes()
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False
         self.landed: dict[str, tuple[int, Slot]] = {}

@@ -27,11 +27,13 @@ from scrimp.engine._forward import Recompute
 from scrimp.engine._passing import largest_numel
 from scrimp.engine._probe import beside_updates
 from scrimp.engine._resident import Residents
+from scrimp.engine._residuals import Residuals, Way
 from scrimp.engine._world import agreed
 from scrimp.errors import FitError
 
 MOST_PLANS, MOST_SIZES = 64, 255
 WORTH_PASSING = 0.2  # of a step's seconds, predicted: copies, updates and compute never overlap quite so well
+WORTH_ROUNDING = 0.02  # of a step's seconds: for less than that residuals are kept as well as can be
 MOST_REPLANS = 5  # a model that asks in another order every step is not planned for any more
 
 
@@ -64,6 +66,8 @@ class Planning:
         self.typical = True  # the batch has the very shape that was planned for last
         self.current: Planned | None = None
         self._digested: Planned | None = None  # the last one that was made
+        self.residuals: Residuals | None = None
+        self.sending_nbytes = 0  # what sending takes on the device, where homes are there: no trace has it that had none
         self._updates, self._best_update = 0, 0.0
         self._recent_updates: deque[float] = deque(maxlen=5)
         self._plans: dict[Signature | bytes, Planned] = {}
@@ -168,7 +172,7 @@ class Planning:
         ]
         self.rates = agreed(self.store.ranks, self.best_rates())
         try:
-            choice = self._choose(trace, costs, self.rates, through=self._through or frozenset())
+            choice, way = self._choose_beside(trace, costs)
         except FitError:  # it ran, if only just: go on holding the least
             plan.kept = plan.kept or frozenset()
             return
@@ -178,7 +182,31 @@ class Planning:
                 return  # one more step shows what keeping them takes
         plan.kept = plan.kept or frozenset()
         plan.looked, self._digested = None, plan
+        if self.residuals is not None and way is not None:
+            self.residuals.become(way)
         self._take(plan, choice, trace)
+
+    def _choose_beside(self, trace: list[Moment], costs: list[LayerCost]) -> tuple[Choice, Way | None]:
+        """With residuals that may be kept in several ways: the one with the fastest step; of nearly equals the first."""
+        residuals, through = self.residuals, self._through or frozenset()
+        if residuals is None or len(residuals.ways) == 1 or self._homes is not None:
+            return self._choose(trace, costs, self.rates, through=through), None
+        best: tuple[float, Choice, Way] | None = None
+        for way in residuals.ways:
+            nbytes = [residuals.nbytes(k, way) for k in range(len(costs))]
+            beside = [size if way.place == "device" else 0 for size in nbytes]
+            own = [replace(c, home_nbytes=c.home_nbytes - residuals.beside_nbytes(k) + beside[k]) for k, c in enumerate(costs)]
+            try:
+                choice = self._choose(trace, own, self.rates, through=through)
+            except FitError:
+                continue
+            crossing = sum(nbytes[k] - beside[k] for k in choice.device)
+            seconds = choice.seconds + crossing * (1 / self.rates.up + 1 / self.rates.down)
+            if best is None or seconds < (1 - WORTH_ROUNDING) * best[0]:
+                best = (seconds, choice, way)
+        if best is None:
+            return self._choose(trace, costs, self.rates, through=through), None
+        return best[1:]
 
     def _look_again(self, plan: Planned, compute: tuple[float, float]) -> None:
         """Once the schedule has run a few times, and where copies overlap: if the host's updates are what the step waits
@@ -210,7 +238,7 @@ class Planning:
         through: frozenset[int] = frozenset(),
     ) -> Choice:
         return choose(
-            [replace(moment, room_nbytes=self.room_nbytes - moment.room_nbytes) for moment in trace],
+            [replace(moment, room_nbytes=self.room_nbytes - self.sending_nbytes - moment.room_nbytes) for moment in trace],
             costs,
             rates,
             update_room_nbytes=self.room_nbytes - self.stage_nbytes,

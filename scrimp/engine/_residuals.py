@@ -1,60 +1,91 @@
-"""What each parameter has not sent yet, where its layer's home is: beside it on the device, if that was asked for, else on the
-host. Its bytes are the ledger's `residual`, on the tier where they are."""
+"""What each parameter has not sent yet, where its layer's home is: beside it on the device, or on the host. Its bytes are the
+ledger's `residual`, on the tier where they are.
+
+How it is kept and where may be left open. Then whoever plans what the device holds decides that too, since it is paid for from
+the same bytes as homes and activations: fewer bits of residual may be more layers that stay, or that are not recomputed.
+"""
 
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 
 from scrimp.chunks._home import DEVICE
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
-from scrimp.exchange._residual import Residual, residual, residual_nbytes
-from scrimp.exchange._settings import Sparse
+from scrimp.exchange._kept import pieces
+from scrimp.exchange._residual import KINDS, Residual, residual, residual_nbytes
+from scrimp.exchange._settings import AUTO, PLACES, Sparse
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How residuals are kept, and where, for layers whose home is the device."""
+
+    kind: str
+    place: str
 
 
 class Residuals:
     """`slots`: those of each layer that have one."""
 
     def __init__(self, store: Store, settings: Sparse, rank: int, slots: list[list[Slot]]) -> None:
-        self.store, self.settings, self.slots, self._rank = store, settings, slots, rank
+        self.store, self.slots, self._rank = store, slots, rank
+        kinds = KINDS if settings.residual == AUTO else (settings.residual,)
+        places = PLACES if settings.place == AUTO else (settings.place,)
+        self.ways = [Way(kind=kind, place=place) for kind, place in product(kinds, places)]  # the best first
+        self.way = self.ways[0]
         self._held: dict[str, Residual] = {}
-        self._places: list[str] = [""] * len(slots)
+        self._settled: list[tuple[str, int] | None] = [None] * len(slots)  # on which tier, and how many bytes
         for layer in range(len(slots)):
             self.settle(layer)
 
     def of(self, name: str) -> Residual:
         return self._held[name]
 
-    def nbytes(self, layer: int) -> int:
-        return sum(residual_nbytes(self.settings.residual, slot.numel) for slot in self.slots[layer])
+    def nbytes(self, layer: int, way: Way) -> int:
+        return sum(residual_nbytes(way.kind, slot.numel) for slot in self.slots[layer])
 
     def beside_nbytes(self, layer: int) -> int:
         """What they take on the device, if the layer's home is there."""
-        return self.nbytes(layer) if self.settings.place == "device" else 0
+        return self.nbytes(layer, self.way) if self.way.place == "device" else 0
+
+    def become(self, way: Way) -> None:
+        if way != self.way:
+            self.way = way
+            for layer in range(len(self.slots)):
+                self.settle(layer)
 
     def settle(self, layer: int) -> None:
-        """Be where the layer's home is now."""
+        """Be where the layer's home is now, as it is to be kept now."""
         at_home = self.store.homes[layer].place == DEVICE
-        place = "device" if at_home and self.settings.place == "device" else "host"
+        tier = "device" if at_home and self.way.place == "device" else "host"
         worker = self.store.device if at_home else CPU
-        nbytes = self.nbytes(layer)
-        fresh = {}
         for slot in self.slots[layer]:
             seed = (self._rank << 32) + zlib.crc32(slot.name.encode())
-            at = CPU if place == "host" else None
-            fresh[slot.name] = residual(self.settings.residual, slot.numel, worker, seed, at=at)
-            for name, tensor in fresh[slot.name].tensors.items():
+            fresh = residual(self.way.kind, slot.numel, worker, seed, at=CPU if tier == "host" else None)
+            for tensor in fresh.tensors.values():
                 self.store.own(tensor)
-                if slot.name in self._held:
-                    tensor.copy_(self._held[slot.name].tensors[name])
+            if slot.name in self._held:
+                _carry(fresh, self._held[slot.name], slot.numel)
+            self._held[slot.name] = fresh
         books = {"device": self.store.ledger, "host": self.store.books.host}
-        if self._places[layer]:
-            books[self._places[layer]].free("residual", nbytes)
+        before, self._settled[layer] = self._settled[layer], (tier, self.nbytes(layer, self.way))
         self.store.before_change()
-        self._held.update(fresh)
-        books[place].charge("residual", nbytes)
-        self._places[layer] = place
+        if before is not None:
+            books[before[0]].free("residual", before[1])
+        books[tier].charge("residual", self.nbytes(layer, self.way))
+
+
+def _carry(into: Residual, old: Residual, numel: int) -> None:
+    if [tensor.dtype for tensor in into.tensors.values()] == [tensor.dtype for tensor in old.tensors.values()]:
+        for name, tensor in into.tensors.items():
+            tensor.copy_(old.tensors[name])
+        return
+    for span in pieces(numel, into.device):
+        into.write(span, old.read(span).to(into.device))

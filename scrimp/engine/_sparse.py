@@ -31,7 +31,7 @@ from scrimp.errors import RunError
 from scrimp.exchange._arrived import mean_pieces, subtract
 from scrimp.exchange._bucket import NOT_FINITE, PRESENT
 from scrimp.exchange._choice import measure_pace, sparse_pays
-from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule
+from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule, pieces
 from scrimp.exchange._round import Member, Round, plan_buckets
 from scrimp.exchange._select import select
 from scrimp.exchange._settings import Sparse
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
 
 CPU = torch.device("cpu")
+LOOKING_NBYTES = 24  # for each element of a piece: residual, magnitudes, and what coding or sorting takes
 
 
 class SparseExchange:
@@ -151,6 +152,16 @@ class SparseExchange:
 
     def close(self) -> None:
         self._close()
+
+    def sending_nbytes(self) -> int:
+        """What sending takes on the device at most, if all homes are there: rows that go and come, and what looking through a
+        piece takes."""
+        settings, world = self.settings, self._wire.world
+        plan = plan_buckets(self._members(), settings.density_at(0), DTYPES[settings.values], settings.small)
+        rows = sum(bucket.nbytes for _, _, bucket in plan) * (1 if world == 1 else 1 + world)
+        largest = max((slot.numel for slots in self._trained for slot in slots), default=0)
+        piece = next((span.stop for span in pieces(largest, self.store.device)), 0)
+        return rows + LOOKING_NBYTES * piece
 
     # Parts.
 

@@ -10,6 +10,7 @@ from scrimp.exchange._residual import KINDS
 
 VALUES = ("bf16", "fp16", "fp32")
 PLACES = ("device", "host")
+AUTO = "auto"
 OF = ("update", "gradient")
 START = 0.25  # the density that a warm-up begins with
 
@@ -25,8 +26,10 @@ class Sparse:
     come down to it from a quarter.
 
     `values`: what travels, "bf16", "fp16" or "fp32". `residual`: how the rest is kept, "fp32", "bf16" or "int8"; `place`: where,
-    for layers whose home is the device: there, or on the host. `masking` stops a momentum where something was sent. Tensors of
-    less than `small` elements travel whole. Every `check_every` steps all ranks compare their weights, bit by bit.
+    for layers whose home is the device: there, or on the "host". "auto": what makes the fastest step within the budget, which
+    pays for homes and activations too; of equals the one that is kept best. `masking` stops a momentum where something was
+    sent. Tensors of less than `small` elements travel whole. Every `check_every` steps all ranks compare their weights, bit by
+    bit.
 
     `choose`: layers for which sending all of them in 16 bits takes less time than finding and sending few entries travel whole,
     as on fast networks or among very many ranks; False: all are sparse. `of`: what the entries are of. "update": of what the
@@ -50,7 +53,7 @@ class Sparse:
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
             raise RunError(f"Sparse(density={self.density!r}) is not possible: more than 0, at most 1")
-        for name, known in (("values", VALUES), ("residual", KINDS), ("place", PLACES), ("of", OF)):
+        for name, known in (("values", VALUES), ("residual", (*KINDS, AUTO)), ("place", (*PLACES, AUTO)), ("of", OF)):
             if getattr(self, name) not in known:
                 there = ", ".join(map(repr, known))
                 raise RunError(f"Sparse({name}={getattr(self, name)!r}) is not possible; there are {there}")
