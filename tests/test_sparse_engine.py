@@ -21,6 +21,7 @@ from tests import sparse_jobs as jobs
 
 EVERYTHING = {"density": 1.0, "values": "fp32", "masking": False, "small": 300}
 HOMES = ("host", "device")
+FIXED = Rates(up=1e9, down=1e9, host=1e9, device=1e10)  # or choices would be this machine's
 
 
 def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -174,8 +175,7 @@ def test_one_budget_decides_how_residuals_are_kept_too() -> None:
             zoo.build("gpt-tiny", dim=64, tie=False), optimizer=SGD(lr=0.05, momentum=0.9), memory=Memory(device=budget),
             device="cpu", precision="fp32", recompute="all", exchange=exchange,
         )  # fmt: skip
-        fixed = Rates(up=1e9, down=1e9, host=1e9, device=1e10)  # or the choice would be this machine's
-        with patch.object(type(engine.planning), "best_rates", lambda _: fixed):
+        with patch.object(type(engine.planning), "best_rates", lambda _: FIXED):
             for step in range(8):
                 engine.step(*zoo.example_batch("gpt-tiny", batch=2, step=step))
         assert engine.ledger.peak_nbytes <= budget
