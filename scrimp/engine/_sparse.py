@@ -21,14 +21,13 @@ from scrimp.chunks._home import DEVICE, Piece
 from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
 from scrimp.chunks._store import DTYPES, Store
 from scrimp.chunks._table import Slot
-from scrimp.chunks._update import Updater
 from scrimp.chunks._wire import Wire
-from scrimp.chunks._worker import Gate, Worker
+from scrimp.chunks._worker import Worker
+from scrimp.engine._arrivals import Arrivals
 from scrimp.engine._residuals import Residuals
 from scrimp.engine._sparse_state import load, tensors
 from scrimp.engine._updating import restore_all
 from scrimp.errors import RunError
-from scrimp.exchange._arrived import mean_pieces, subtract
 from scrimp.exchange._bucket import NOT_FINITE, PRESENT
 from scrimp.exchange._choice import measure_pace, sparse_pays
 from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule, pieces
@@ -58,6 +57,7 @@ class SparseExchange:
         ]
         self.residuals = Residuals(store, settings, wire.rank, self._kept_back())
         store.moved, store.beside_nbytes = self.residuals.settle, self.residuals.beside_nbytes
+        self._arrivals = Arrivals(store, optimizers, raw=self._raw)
         self._comm = Worker("the exchange of gradients")
         self._close = weakref.finalize(self, self._comm.close)  # at exit too: the thread must not outlive torch
         self._messages = 0
@@ -123,12 +123,12 @@ class SparseExchange:
             if bad is not None and engine.skip_nonfinite:
                 self._skip(engine, going, *bad)
                 return
-            engine.norm = self._norm(going, engine.steps)
+            engine.norm = self._arrivals.norm(going, (slot for slots in self._trained for slot in slots), engine.steps)
             if engine.clip_norm is not None:
                 scale = min(1.0, engine.clip_norm / (engine.norm + 1e-6))
         for layer, slots in enumerate(self._trained):
             if slots:
-                self._apply_later(engine, going, layer, slots, scale)
+                self._arrivals.apply(engine, going, layer, slots, scale)
 
     def give_up(self) -> None:
         """The step is not made."""
@@ -278,74 +278,6 @@ class SparseExchange:
                     self._kept(slot, piece).give_back(*going.mine(slot.name))
         restore_all(self.store, engine.landed.values())
 
-    def _norm(self, going: Round, step: int) -> float:
-        """Of what came, as gradients: what was kept back has its learning rate with it."""
-        total = torch.zeros((), dtype=torch.float64)
-        for slots in self._trained:
-            for slot in slots:
-                rows, bucket, part = going.rows(slot.name)
-                lr = 1.0 if part.whole or self._raw else float(rate(self.optimizers[slot.name], step))
-                for _, mean in mean_pieces(rows, bucket, part) if lr else ():
-                    norm = torch.linalg.vector_norm(mean, dtype=torch.float64).cpu() / lr
-                    total += norm * norm
-        return float(total.sqrt())
-
-    # What came.
-
-    def _apply_later(self, engine: Engine, going: Round, layer: int, slots: list[Slot], scale: float) -> None:
-        store, step = self.store, engine.steps
-        on_device = store.homes[layer].place == DEVICE
-        updater = engine.updating.updater(on_device=on_device)
-        counts = engine.counts
-
-        def apply() -> None:
-            data = store.direct(layer)
-            for slot in slots:
-                (piece,) = data.pieces(slot)
-                self._apply(going, updater, counts, step, slot, piece, scale, own_master=data.own_master, stood=not on_device)
-            if on_device:
-                store.settled(layer)
-
-        if on_device:
-            store.gates[layer] = Pending(going.gate(layer), apply)  # type: ignore[assignment]
-        else:
-            store.gates[layer] = engine.updating.worker.submit(layer, apply, [going.gate(layer)])
-
-    def _apply(
-        self, going: Round, updater: Updater, counts: dict[str, int], step: int, slot: Slot, piece: Piece, scale: float, *,
-        own_master: bool, stood: bool,
-    ) -> None:  # fmt: skip
-        """`stood`: a gradient stands where the weight stood, so that all of it is written anew."""
-        rows, bucket, part = going.rows(slot.name)
-        optimizer = self.optimizers[slot.name]
-        if part.whole or self._raw:
-            if going.present_anywhere(slot.name):
-                counts[slot.name] = count = counts.get(slot.name, 0) + 1
-                for span, mean in mean_pieces(rows, bucket, part):
-                    states = [state[span] for state in piece.states]
-                    here = Piece(
-                        inside=span,
-                        weight=piece.weight[span],
-                        gradient=mean.mul_(scale),
-                        master=piece.master[span],
-                        states=states,
-                    )
-                    updater.apply(optimizer, step, count, here, None, own_master=own_master)
-                return
-        else:
-            decay = float(rate(optimizer, step)) * optimizer.weight_decay if isinstance(optimizer, AdamW) else 0.0
-            if decay:
-                piece.master.mul_(1 - decay)
-            changed = subtract(piece.master, rows, bucket, part, scale)
-            if own_master:
-                return
-            if not decay and not stood:
-                for positions in changed:
-                    piece.weight[positions] = piece.master[positions].to(piece.weight.dtype)
-                return
-        if not own_master:
-            piece.weight.copy_(piece.master)
-
     # Looking after it.
 
     def compare(self, engine: Engine) -> None:
@@ -365,22 +297,3 @@ class SparseExchange:
                     f"step {engine.steps}: the ranks' weights of layer '{path}' are no longer the same (checksums "
                     f"{column.tolist()}); load the last checkpoint"
                 )
-
-
-class Pending:
-    """A gate for what is done by whoever asks for it: what came is applied in the order of the device's own work."""
-
-    def __init__(self, gate: Gate, apply: Any) -> None:
-        self._gate, self._apply = gate, apply
-
-    open = False  # until it was waited for, and then nobody has it any more
-
-    def wait(self) -> None:
-        self._gate.wait()
-        self._apply()
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        self.wait()

@@ -1,0 +1,116 @@
+"""What came from all ranks, into masters and weights: by the host's worker, or by whoever asks for a layer on the device next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from scrimp.chunks._home import DEVICE, Piece
+from scrimp.chunks._optim import AdamW, Optimizer, rate
+from scrimp.chunks._store import Store
+from scrimp.chunks._table import Slot
+from scrimp.chunks._update import Updater
+from scrimp.chunks._worker import Gate
+from scrimp.exchange._arrived import mean_pieces, subtract
+from scrimp.exchange._round import Round
+
+if TYPE_CHECKING:
+    from scrimp.engine._engine import Engine
+
+
+class Arrivals:
+    """`raw`: what came is of gradients, so that the optimizer is still to come."""
+
+    def __init__(self, store: Store, optimizers: dict[str, Optimizer], *, raw: bool) -> None:
+        self.store, self.optimizers, self._raw = store, optimizers, raw
+
+    def norm(self, came: Round, slots: Iterable[Slot], step: int) -> float:
+        """Of all that came, as gradients: what was kept back has its learning rate with it."""
+        total = torch.zeros((), dtype=torch.float64)
+        for slot in slots:
+            rows, bucket, part = came.rows(slot.name)
+            lr = 1.0 if part.whole or self._raw else float(rate(self.optimizers[slot.name], step))
+            for _, mean in mean_pieces(rows, bucket, part) if lr else ():
+                norm = torch.linalg.vector_norm(mean, dtype=torch.float64).cpu() / lr
+                total += norm * norm
+        return float(total.sqrt())
+
+    def apply(self, engine: Engine, came: Round, layer: int, slots: list[Slot], scale: float) -> None:
+        """As soon as a layer's packets are there, or when it is asked for; `scale` is what clipping leaves."""
+        store, step, counts = self.store, engine.steps, engine.counts
+        on_device = store.homes[layer].place == DEVICE
+        updater = engine.updating.updater(on_device=on_device)
+
+        def job() -> None:
+            data = store.direct(layer)
+            for slot in slots:
+                (piece,) = data.pieces(slot)
+                if came.rows(slot.name)[2].whole or self._raw:
+                    self._update(came, updater, counts, step, slot, piece, scale, own_master=data.own_master)
+                else:
+                    self._subtract(came, step, slot, piece, scale, own_master=data.own_master, stood=not on_device)
+            if on_device:
+                store.settled(layer)
+
+        if on_device:
+            store.gates[layer] = Pending(came.gate(layer), job)  # type: ignore[assignment]
+        else:
+            store.gates[layer] = engine.updating.worker.submit(layer, job, [came.gate(layer)])
+
+    def _update(
+        self, came: Round, updater: Updater, counts: dict[str, int], step: int, slot: Slot, piece: Piece, scale: float, *,
+        own_master: bool,
+    ) -> None:  # fmt: skip
+        """The optimizer's, with the mean as its gradient; nothing if no rank has found any."""
+        if not came.present_anywhere(slot.name):
+            if not own_master:
+                piece.weight.copy_(piece.master)
+            return
+        counts[slot.name] = count = counts.get(slot.name, 0) + 1
+        for span, mean in mean_pieces(*came.rows(slot.name)):
+            here = Piece(
+                inside=span,
+                weight=piece.weight[span],
+                gradient=mean.mul_(scale),
+                master=piece.master[span],
+                states=[state[span] for state in piece.states],
+            )
+            updater.apply(self.optimizers[slot.name], step, count, here, None, own_master=own_master)
+
+    def _subtract(self, came: Round, step: int, slot: Slot, piece: Piece, scale: float, *, own_master: bool, stood: bool) -> None:
+        """What ranks made of their own gradients. `stood`: a gradient stands where the weight stood, so that all of it is
+        written anew."""
+        optimizer = self.optimizers[slot.name]
+        decay = float(rate(optimizer, step)) * optimizer.weight_decay if isinstance(optimizer, AdamW) else 0.0
+        if decay:
+            piece.master.mul_(1 - decay)  # the same on all ranks, so it need not travel
+        rows, bucket, part = came.rows(slot.name)
+        changed = subtract(piece.master, rows, bucket, part, scale)
+        if own_master:
+            return
+        if decay or stood:
+            piece.weight.copy_(piece.master)
+            return
+        for positions in changed:
+            piece.weight[positions] = piece.master[positions].to(piece.weight.dtype)
+
+
+class Pending:
+    """A gate for what is done by whoever asks for it: what came is applied in the order of the device's own work."""
+
+    def __init__(self, gate: Gate, apply: Callable[[], None]) -> None:
+        self._gate, self._apply = gate, apply
+
+    open = False  # until it was waited for, and then nobody has it any more
+
+    def wait(self) -> None:
+        self._gate.wait()
+        self._apply()
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.wait()
