@@ -186,9 +186,9 @@ def test_one_budget_decides_how_residuals_are_kept_too() -> None:
     assert [homes for _, _, homes in found.values()] == sorted((homes for _, _, homes in found.values()), reverse=True)
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_a_nan_on_one_rank_is_skipped_by_all_and_poisons_nothing(home: str) -> None:
-    for said, kept, sound, on, skipped in pool(2).run(jobs.not_finite, "gpt-tiny", home, timeout_seconds=300):
+@pytest.mark.parametrize(("home", "accumulate"), [("host", 1), ("device", 1), ("device", 2)])
+def test_a_nan_on_one_rank_is_skipped_by_all_and_poisons_nothing(home: str, accumulate: int) -> None:
+    for said, kept, sound, on, skipped in pool(2).run(jobs.not_finite, "gpt-tiny", home, accumulate, timeout_seconds=300):
         assert len(said) == 1
         assert "is not finite on rank 1; the update is skipped" in said[0]
         assert "step 3: gradient of " in said[0]

@@ -64,6 +64,7 @@ class SparseExchange:
         self._round: Round | None = None
         self._sent: set[int] = set()  # layers whose gradients were used up
         self._sums: dict[str, torch.Tensor] = {}  # of micro-batches, where nothing is kept back
+        self._sound: dict[str, torch.Tensor] = {}  # whether all gradients of a parameter were finite, in this step
 
     # In the order of a step.
 
@@ -74,7 +75,7 @@ class SparseExchange:
         density = self.settings.density_at(engine.steps)
         plan = plan_buckets(self._members(), density, DTYPES[self.settings.values], self.settings.small)
         self._round = Round(engine.steps, plan, self._wire, self._comm, self._messages)
-        self._sent, self._sums = set(), {}
+        self._sent, self._sums, self._sound = set(), {}, {}
 
     @property
     def started(self) -> bool:
@@ -225,7 +226,7 @@ class SparseExchange:
     def _put(self, going: Round, step: int, slot: Slot, piece: Piece, count: int, *, first: bool, last: bool) -> None:
         """A gradient into what is kept, and, with the last micro-batch, what travels of that into the row."""
         part, gradient, dtype = going.part(slot.name), piece.gradient, going.dtype(slot.name)
-        sound = torch.linalg.vector_norm(gradient, torch.inf).isfinite() if gradient.numel() else torch.ones(()).bool()
+        sound = self._judge(slot.name, gradient, first=first)
         if gradient.device == CPU and not bool(sound):  # elsewhere the host would have to wait to know
             going.flag(slot.name, NOT_FINITE)
             return
@@ -249,6 +250,12 @@ class SparseExchange:
                 going.put(slot.name, *kept.send(part.how, dtype, lr, count))
         if last and gradient.device != CPU:
             going.flag(slot.name, torch.where(sound, PRESENT, NOT_FINITE))
+
+    def _judge(self, name: str, gradient: torch.Tensor, *, first: bool) -> torch.Tensor:
+        """Whether it is finite, and the step's micro-batches before it were."""
+        sound = torch.isfinite(torch.linalg.vector_norm(gradient, torch.inf)) if gradient.numel() else torch.tensor(True)
+        self._sound[name] = sound if first else sound & self._sound[name]
+        return self._sound[name]
 
     def _kept(self, slot: Slot, piece: Piece) -> Kept:
         optimizer, rest = self.optimizers[slot.name], self.residuals.of(slot.name)
