@@ -127,10 +127,10 @@ def oracle(
 ADAM = AdamW(lr=LR / 50, eps=EPS, weight_decay=0.1)
 
 
-def not_finite(name: str, home: str, accumulate: int) -> tuple[list[str], bool, bool, bool, int]:
+def not_finite(name: str, home: str, accumulate: int, **others: Any) -> tuple[list[str], bool, bool, bool, int]:
     """Rank 1 has a NaN in step 3, in its first micro-batch: what is said, whether weights stayed and residuals are sound,
     whether it goes on."""
-    engine = engine_of(name, {"density": 0.05, "small": 300}, home=home, accumulate=accumulate)
+    engine = engine_of(name, {"density": 0.05, "small": 300}, home=home, accumulate=accumulate, **others)
     steps_of(engine, name, range(3))
     before = {key: value.clone() for key, value in engine.iter_state()}
     if dist.get_rank() == 1:
@@ -207,7 +207,9 @@ def waiting(name: str, steps: int, settings: dict[str, Any], folder: str, *, loa
 
 def _residuals(engine: Engine) -> State:
     exchange = engine.exchanging
-    return {slot.name: exchange.residuals.of(slot.name).read(slice(0, slot.numel)).clone() for _, slot in exchange.kept_back()}  # type: ignore[union-attr]
+    return {
+        share.name: exchange.residuals.of(share.name).read(slice(0, share.numel)).clone() for _, share in exchange.kept_back()
+    }  # type: ignore[union-attr]
 
 
 class Thrice(nn.Module):

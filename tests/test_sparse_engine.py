@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from scrimp import SGD, AdamW, Dense, Engine, Memory, RunError, Sparse, zoo
+from scrimp import SGD, AdamW, Dense, Engine, Memory, Mesh, RunError, Sparse, zoo
 from scrimp.chunks._costs import Rates
 from scrimp.exchange._choice import Pace, sparse_pays
 from scrimp.exchange._residual import residual_nbytes
@@ -90,6 +90,45 @@ def test_on_a_fast_network_layers_travel_whole(home: str) -> None:
         others = {"home": home, "pace": pace, "skip_nonfinite": not whole}
         for state, _ in pool(2).run(jobs.train, "gpt-tiny", 6, settings, timeout_seconds=300, **others):
             assert all(torch.equal(state[key], value) for key, value in want.items()) == whole
+
+
+NODES = {"mesh": Mesh({"node": 2, "gpu": 2})}
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_nodes_with_everything_sent_are_ddp(home: str) -> None:
+    """Dense inside a node, where homes are shared, and packets between nodes."""
+    want = pool(4).run(ddp_jobs.dense, "gpt-tiny", 6, jobs.MOMENTUM, timeout_seconds=300)[0]
+    for state, _ in pool(4).run(jobs.train, "gpt-tiny", 6, EVERYTHING, timeout_seconds=300, home=home, **NODES):
+        close(state, want, 1e-6)
+
+
+def test_nodes_learn_alike_and_skip_alike() -> None:
+    """Each rank exchanges its part of every layer with its likes; all ranks end with the same weights."""
+    settings = {"density": 0.05, "small": 100, "check_every": 10}
+    answers = pool(4).run(jobs.train, "gpt-tiny", 40, settings, timeout_seconds=300, clip_norm=1.0, **NODES)
+    for state, losses in answers:
+        assert all(torch.equal(state[key], value) for key, value in answers[0][0].items())
+        assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
+    for said, kept, sound, on, skipped in pool(4).run(jobs.not_finite, "gpt-tiny", "device", 1, timeout_seconds=300, **NODES):
+        assert "is not finite on node 0; the update is skipped" in said[0]
+        assert (kept, sound, on, skipped) == (True, True, True, 1)
+
+
+def test_nodes_go_on_where_they_were(tmp_path: Path) -> None:
+    settings, folder = {"density": 0.05, "small": 100}, jobs.folder_of(tmp_path)
+    want = pool(4).run(jobs.train, "gpt-tiny", 8, settings, timeout_seconds=300, **NODES)
+    got = pool(4).run(jobs.resumed, "gpt-tiny", 8, 4, settings, folder, timeout_seconds=300, **NODES)
+    assert [answer[1] for answer in got] == [answer[1] for answer in want]
+    for _, said in pool(2).run(jobs.waiting, "gpt-tiny", 4, settings, folder, load=True, timeout_seconds=300):
+        assert "what had not been sent yet is left out" in said[0]
+
+
+def test_a_mesh_that_is_not_there() -> None:
+    with pytest.raises(RunError, match="4 ranks, and 1 are here"):
+        jobs.engine_of("gpt-tiny", {}, mesh=Mesh({"node": 2, "gpu": 2}))
+    with pytest.raises(RunError, match="one axis, or of two"):
+        jobs.engine_of("gpt-tiny", {}, mesh=Mesh({"a": 1, "b": 1, "c": 1}))
 
 
 def test_what_pays() -> None:

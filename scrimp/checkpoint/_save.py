@@ -141,8 +141,8 @@ def _tensors(
     if store.ranks.rank == 0:  # buffers are the same everywhere, as DDP has them
         for key, buffer in buffers.items():
             yield f"buffer.{key}", buffer.dtype, tuple(buffer.shape), partial(_on_host, buffer)
-    if store.ranks.rank and store.wire.world == 1:
-        return  # who shares no homes with others has the weights that rank 0 has
+    if store.ranks.rank >= store.wire.world:
+        return  # the first who share homes have written the same weights
     for layer in range(len(store.table.layers)):
         trained = store.shards.trained_numel(layer)
         wide = store.dtype_of(layer) == torch.float32

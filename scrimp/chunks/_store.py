@@ -64,7 +64,7 @@ class Store:
         self.wire, self.ranks = wire, ranks or wire
         self.sparse = sparse
         # Where a home is on the device, gradients are used up as they come, and have no place there. Adam needs all of a step's.
-        self.consumed = sparse and (accumulate == 1 or not isinstance(optimizer, AdamW))
+        self.consumed = sparse and wire.world == 1 and (accumulate == 1 or not isinstance(optimizer, AdamW))
         self.lanes = Lanes(device)
         self.traffic = Traffic()
         self.accumulate = accumulate

@@ -10,9 +10,9 @@ import torch
 from scrimp.chunks._home import DEVICE, Piece
 from scrimp.chunks._optim import AdamW, Optimizer, rate
 from scrimp.chunks._store import Store
-from scrimp.chunks._table import Slot
 from scrimp.chunks._update import Updater
 from scrimp.chunks._worker import Gate
+from scrimp.engine._shares import Share
 from scrimp.exchange._arrived import mean_pieces, subtract
 from scrimp.exchange._round import Round
 
@@ -26,31 +26,38 @@ class Arrivals:
     def __init__(self, store: Store, optimizers: dict[str, Optimizer], *, raw: bool) -> None:
         self.store, self.optimizers, self._raw = store, optimizers, raw
 
-    def norm(self, came: Round, slots: Iterable[Slot], step: int) -> float:
+    def norm(self, came: Round, shares: Iterable[Share], step: int) -> float:
         """Of all that came, as gradients: what was kept back has its learning rate with it."""
         total = torch.zeros((), dtype=torch.float64)
-        for slot in slots:
-            rows, bucket, part = came.rows(slot.name)
-            lr = 1.0 if part.whole or self._raw else float(rate(self.optimizers[slot.name], step))
+        for share in shares:
+            rows, bucket, part = came.rows(share.name)
+            lr = 1.0 if part.whole or self._raw else float(rate(self.optimizers[share.slot.name], step))
             for _, mean in mean_pieces(rows, bucket, part) if lr else ():
                 norm = torch.linalg.vector_norm(mean, dtype=torch.float64).cpu() / lr
                 total += norm * norm
-        return float(total.sqrt())
+        return float(self.store.wire.sum(total.view(1)).sqrt())  # of those who share homes
 
-    def apply(self, engine: Engine, came: Round, layer: int, slots: list[Slot], scale: float) -> None:
+    def apply(self, engine: Engine, came: Round, layer: int, shares: list[Share], scale: float) -> None:
         """As soon as a layer's packets are there, or when it is asked for; `scale` is what clipping leaves."""
         store, step, counts = self.store, engine.steps, engine.counts
         on_device = store.homes[layer].place == DEVICE
         updater = engine.updating.updater(on_device=on_device)
+        stood = not (on_device and store.consumed)  # a gradient stands where the weight stood
 
         def job() -> None:
             data = store.direct(layer)
-            for slot in slots:
-                (piece,) = data.pieces(slot)
-                if came.rows(slot.name)[2].whole or self._raw:
-                    self._update(came, updater, counts, step, slot, piece, scale, own_master=data.own_master)
-                else:
-                    self._subtract(came, step, slot, piece, scale, own_master=data.own_master, stood=not on_device)
+            whole = [share for share in shares if came.rows(share.name)[2].whole or self._raw]
+            there = {share.slot.name for share in whole if came.present_anywhere(share.name)}
+            for name in sorted(there):
+                counts[name] = counts.get(name, 0) + 1
+            for share in shares:
+                piece = share.piece(data)
+                if share not in whole:
+                    self._subtract(came, step, share, piece, scale, own_master=data.own_master, stood=stood)
+                elif share.slot.name in there:
+                    self._update(came, updater, counts[share.slot.name], step, share, piece, scale, own_master=data.own_master)
+                elif stood and not data.own_master:  # no rank has found anything
+                    piece.weight.copy_(piece.master)
             if on_device:
                 store.settled(layer)
 
@@ -60,33 +67,28 @@ class Arrivals:
             store.gates[layer] = engine.updating.worker.submit(layer, job, [came.gate(layer)])
 
     def _update(
-        self, came: Round, updater: Updater, counts: dict[str, int], step: int, slot: Slot, piece: Piece, scale: float, *,
-        own_master: bool,
-    ) -> None:  # fmt: skip
-        """The optimizer's, with the mean as its gradient; nothing if no rank has found any."""
-        if not came.present_anywhere(slot.name):
-            if not own_master:
-                piece.weight.copy_(piece.master)
-            return
-        counts[slot.name] = count = counts.get(slot.name, 0) + 1
-        for span, mean in mean_pieces(*came.rows(slot.name)):
+        self, came: Round, updater: Updater, count: int, step: int, share: Share, piece: Piece, scale: float, *, own_master: bool
+    ) -> None:
+        """The optimizer's, with the mean as its gradient."""
+        for span, mean in mean_pieces(*came.rows(share.name)):
             here = Piece(
-                inside=span,
+                inside=slice(piece.inside.start + span.start, piece.inside.start + span.stop),
                 weight=piece.weight[span],
                 gradient=mean.mul_(scale),
                 master=piece.master[span],
                 states=[state[span] for state in piece.states],
             )
-            updater.apply(self.optimizers[slot.name], step, count, here, None, own_master=own_master)
+            updater.apply(self.optimizers[share.slot.name], step, count, here, None, own_master=own_master)
 
-    def _subtract(self, came: Round, step: int, slot: Slot, piece: Piece, scale: float, *, own_master: bool, stood: bool) -> None:
-        """What ranks made of their own gradients. `stood`: a gradient stands where the weight stood, so that all of it is
-        written anew."""
-        optimizer = self.optimizers[slot.name]
+    def _subtract(
+        self, came: Round, step: int, share: Share, piece: Piece, scale: float, *, own_master: bool, stood: bool
+    ) -> None:
+        """What ranks made of their own gradients. Where a gradient `stood`, all of the weight is written anew."""
+        optimizer = self.optimizers[share.slot.name]
         decay = float(rate(optimizer, step)) * optimizer.weight_decay if isinstance(optimizer, AdamW) else 0.0
         if decay:
             piece.master.mul_(1 - decay)  # the same on all ranks, so it need not travel
-        rows, bucket, part = came.rows(slot.name)
+        rows, bucket, part = came.rows(share.name)
         changed = subtract(piece.master, rows, bucket, part, scale)
         if own_master:
             return

@@ -27,7 +27,6 @@ from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
 from scrimp.chunks._rates import measure
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
-from scrimp.chunks._wire import Wire
 from scrimp.engine._advice import check_landing, check_loss, does_not_fit
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
@@ -52,10 +51,11 @@ from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_o
 from scrimp.engine._undo import Undo
 from scrimp.engine._updating import Updating, restore_all
 from scrimp.engine._weights import Source
-from scrimp.engine._world import agreed, apart, join_world, least_of_all, ranks_here, share_buffers
+from scrimp.engine._world import agreed, join_world, least_of_all, ranks_here, share_buffers, who_shares
 from scrimp.errors import FitError, MoveError, RunError
 from scrimp.exchange import Dense, Sparse
 from scrimp.layers import find_layers
+from scrimp.layout import Mesh
 from scrimp.ledger import Books, Ledger
 
 
@@ -65,7 +65,8 @@ class Engine:
     `weights`: values for a model, perhaps on meta: a state dict, a .safetensors file, a Hugging Face folder. `precision`:
     "bf16", "fp16" or "fp32", masters being fp32. `accumulate`: parts that a batch is split into. `recompute`:
     "auto" (what must be), "none" or "all". `loss` makes the loss of what the model returns, if that has none. `exchange`: how
-    gradients travel between ranks, `Dense()` or `Sparse(...)`.
+    gradients travel between ranks, `Dense()` or `Sparse(...)`; on a `mesh` of two axes, such as Mesh({"node": 2, "gpu": 4}),
+    sparsely over the first alone, and over the second homes are shared.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Engine:
         memory: Memory | None = None,
         precision: str = "bf16",
         exchange: Dense | Sparse | None = None,
+        mesh: Mesh | None = None,
         clip_norm: float | None = None,
         skip_nonfinite: bool = True,
         accumulate: int = 1,
@@ -105,8 +107,7 @@ class Engine:
         self.seconds = 0.0  # of the last step
         self.host_seconds = (0.0, 0.0)  # since the step before: of the host's worker at work, of others waiting for it
         rates = agreed(self.wire, measure(self.device))
-        sparse = isinstance(exchange, Sparse)
-        sharing = Wire() if sparse else self.wire  # who shares homes: nobody, where gradients are not exchanged whole
+        sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
         table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
         here = ranks_here(self.wire)
         places = first_places(
@@ -129,7 +130,7 @@ class Engine:
             ranks=self.wire,
             places=places,
             disk=self.budget.disk,
-            sparse=sparse,
+            sparse=isinstance(exchange, Sparse),
         )
         self.store.host_room_nbytes = self.budget.host_nbytes // here
         self.meter: CpuMeter | CudaMeter
@@ -163,7 +164,7 @@ class Engine:
         self.updating.saw = self.planning.saw_update
         self.exchanging: DenseExchange | SparseExchange = DenseExchange()
         if isinstance(exchange, Sparse):
-            self.exchanging = SparseExchange(exchange, self.store, optimizers, apart(self.wire))
+            self.exchanging = SparseExchange(exchange, self.store, optimizers, across)
             self.planning.residuals, self.planning.sending_nbytes = self.exchanging.residuals, self.exchanging.sending_nbytes()
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False

@@ -15,7 +15,7 @@ import torch
 
 from scrimp.chunks._home import DEVICE
 from scrimp.chunks._store import Store
-from scrimp.chunks._table import Slot
+from scrimp.engine._shares import Share
 from scrimp.exchange._kept import pieces
 from scrimp.exchange._residual import KINDS, Residual, residual, residual_nbytes
 from scrimp.exchange._settings import AUTO, PLACES, Sparse
@@ -32,24 +32,24 @@ class Way:
 
 
 class Residuals:
-    """`slots`: those of each layer that have one."""
+    """`shares`: those of each layer that have one."""
 
-    def __init__(self, store: Store, settings: Sparse, rank: int, slots: list[list[Slot]]) -> None:
-        self.store, self.slots, self._rank = store, slots, rank
+    def __init__(self, store: Store, settings: Sparse, rank: int, shares: list[list[Share]]) -> None:
+        self.store, self.shares, self._rank = store, shares, rank
         kinds = KINDS if settings.residual == AUTO else (settings.residual,)
         places = PLACES if settings.place == AUTO else (settings.place,)
         self.ways = [Way(kind=kind, place=place) for kind, place in product(kinds, places)]  # the best first
         self.way = self.ways[0]
         self._held: dict[str, Residual] = {}
-        self._settled: list[tuple[str, int] | None] = [None] * len(slots)  # on which tier, and how many bytes
-        for layer in range(len(slots)):
+        self._settled: list[tuple[str, int] | None] = [None] * len(shares)  # on which tier, and how many bytes
+        for layer in range(len(shares)):
             self.settle(layer)
 
     def of(self, name: str) -> Residual:
         return self._held[name]
 
     def nbytes(self, layer: int, way: Way) -> int:
-        return sum(residual_nbytes(way.kind, slot.numel) for slot in self.slots[layer])
+        return sum(residual_nbytes(way.kind, share.numel) for share in self.shares[layer])
 
     def beside_nbytes(self, layer: int) -> int:
         """What they take on the device, if the layer's home is there."""
@@ -58,7 +58,7 @@ class Residuals:
     def become(self, way: Way) -> None:
         if way != self.way:
             self.way = way
-            for layer in range(len(self.slots)):
+            for layer in range(len(self.shares)):
                 self.settle(layer)
 
     def settle(self, layer: int) -> None:
@@ -66,14 +66,14 @@ class Residuals:
         at_home = self.store.homes[layer].place == DEVICE
         tier = "device" if at_home and self.way.place == "device" else "host"
         worker = self.store.device if at_home else CPU
-        for slot in self.slots[layer]:
-            seed = (self._rank << 32) + zlib.crc32(slot.name.encode())
-            fresh = residual(self.way.kind, slot.numel, worker, seed, at=CPU if tier == "host" else None)
+        for share in self.shares[layer]:
+            seed = (self._rank << 32) + zlib.crc32(share.name.encode())
+            fresh = residual(self.way.kind, share.numel, worker, seed, at=CPU if tier == "host" else None)
             for tensor in fresh.tensors.values():
                 self.store.own(tensor)
-            if slot.name in self._held:
-                _carry(fresh, self._held[slot.name], slot.numel)
-            self._held[slot.name] = fresh
+            if share.name in self._held:
+                _carry(fresh, self._held[share.name], share.numel)
+            self._held[share.name] = fresh
         books = {"device": self.store.ledger, "host": self.store.books.host}
         before, self._settled[layer] = self._settled[layer], (tier, self.nbytes(layer, self.way))
         self.store.before_change()

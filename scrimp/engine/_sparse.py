@@ -25,6 +25,7 @@ from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Worker
 from scrimp.engine._arrivals import Arrivals
 from scrimp.engine._residuals import Residuals
+from scrimp.engine._shares import Share, shares_of
 from scrimp.engine._sparse_state import load, tensors
 from scrimp.engine._updating import restore_all
 from scrimp.errors import RunError
@@ -45,15 +46,15 @@ LOOKING_NBYTES = 24  # for each element of a piece: residual, magnitudes, and wh
 class SparseExchange:
     def __init__(self, settings: Sparse, store: Store, optimizers: dict[str, Optimizer], wire: Wire) -> None:
         self.settings, self.store, self.optimizers = settings, store, optimizers
-        self._trained = [[slot for slot in space.slots if slot.trainable] for space in store.table.layers]
+        self._trained = shares_of(store)
         self._wire = wire
         itemsize, density = DTYPES[settings.values].itemsize, settings.density
         self.pace = measure_pace(wire, store.device, density) if settings.choose and density < 1 else None
         self._summed = [
             self.pace is not None
-            and sum(slot.numel for slot in slots) >= settings.small
-            and not sparse_pays(sum(slot.numel for slot in slots), wire.world, density, itemsize, self.pace)
-            for slots in self._trained
+            and sum(share.numel for share in shares) >= settings.small
+            and not sparse_pays(sum(share.numel for share in shares), wire.world, density, itemsize, self.pace)
+            for shares in self._trained
         ]
         self.residuals = Residuals(store, settings, wire.rank, self._kept_back())
         store.moved, store.beside_nbytes = self.residuals.settle, self.residuals.beside_nbytes
@@ -90,8 +91,9 @@ class SparseExchange:
         self._sent.add(layer)
         assert self._round is not None
         self._round.open(layer)
-        (piece,) = self.store.direct(layer).pieces(slot)
-        self._take(engine, slot, replace(piece, gradient=gradient.reshape(-1)), first=first, last=engine.last_part)
+        (share,) = (share for share in self._trained[layer] if share.slot is slot)
+        piece = replace(share.piece(self.store.direct(layer)), gradient=gradient.reshape(-1))
+        self._take(engine, share, piece, first=first, last=engine.last_part)
 
     def retire(self, engine: Engine, layer: int, landed: list[tuple[Slot, bool]]) -> None:
         """All of a layer's gradients of this micro-batch are there, each with whether it is the first (or no more will come)."""
@@ -109,27 +111,28 @@ class SparseExchange:
         assert self._round is not None
         going = self._round
         self._messages += len(going.buckets)
-        by_layer: dict[int, list[Slot]] = {}
-        for layer, slot in engine.in_order():
-            by_layer.setdefault(layer, []).append(slot)
-        for layer, slots in enumerate(self._trained):
-            if slots and layer not in by_layer:
+        landed = {layer for layer, _ in engine.landed.values()}
+        for layer, shares in enumerate(self._trained):
+            if shares and layer not in landed:
                 going.done(layer)
-            elif slots and layer not in self._sent:
+            elif layer in landed and layer not in self._sent:
                 self._send(engine, layer)
+        here = {share.slot.name for shares in self._trained for share in shares}
+        others = [slot for _, slot in engine.in_order() if slot.name not in here]  # of this node, whose count I know all the same
         scale = 1.0
         if engine.must_judge:
             going.wait()
-            bad = going.bad()
+            bad = self._bad(engine, going)
             if bad is not None and engine.skip_nonfinite:
-                self._skip(engine, going, *bad)
+                self._skip(engine, going, bad)
                 return
-            engine.norm = self._arrivals.norm(going, (slot for slots in self._trained for slot in slots), engine.steps)
+            engine.norm = self._arrivals.norm(going, (share for shares in self._trained for share in shares), engine.steps)
             if engine.clip_norm is not None:
                 scale = min(1.0, engine.clip_norm / (engine.norm + 1e-6))
-        for layer, slots in enumerate(self._trained):
-            if slots:
-                self._arrivals.apply(engine, going, layer, slots, scale)
+        engine.updating.numbers(others, engine.counts)
+        for layer, shares in enumerate(self._trained):
+            if shares:
+                self._arrivals.apply(engine, going, layer, shares, scale)
 
     def give_up(self) -> None:
         """The step is not made."""
@@ -139,17 +142,19 @@ class SparseExchange:
     def saved(self, engine: Engine) -> Iterable[Named]:
         """What a checkpoint must have besides the store."""
         self.store.wait()
-        return tensors(self, engine.wire.rank)
+        return tensors(self, engine.wire.rank // self.store.wire.world)
 
     def load(self, engine: Engine, files: list[Any]) -> None:
         """From the files of all ranks."""
-        load(self, files, engine.wire.rank, engine.wire.world)
+        gpus = self.store.wire.world
+        node, place = divmod(engine.wire.rank, gpus)
+        load(self, files[place::gpus], node, engine.wire.world // gpus)
 
-    def kept_back(self) -> Iterator[tuple[int, Slot]]:
-        """Layers and slots that have a residual."""
-        for layer, slots in enumerate(self.residuals.slots):
-            for slot in slots:
-                yield layer, slot
+    def kept_back(self) -> Iterator[tuple[int, Share]]:
+        """Layers and shares that have a residual."""
+        for layer, shares in enumerate(self.residuals.shares):
+            for share in shares:
+                yield layer, share
 
     def close(self) -> None:
         self._close()
@@ -160,7 +165,7 @@ class SparseExchange:
         settings, world = self.settings, self._wire.world
         plan = plan_buckets(self._members(), settings.density_at(0), DTYPES[settings.values], settings.small)
         rows = sum(bucket.nbytes for _, _, bucket in plan) * (1 if world == 1 else 1 + world)
-        largest = max((slot.numel for slots in self._trained for slot in slots), default=0)
+        largest = max((share.numel for shares in self._trained for share in shares), default=0)
         piece = next((span.stop for span in pieces(largest, self.store.device)), 0)
         return rows + LOOKING_NBYTES * piece
 
@@ -170,15 +175,15 @@ class SparseExchange:
         for layer in reversed(range(len(self._trained))):
             if self._trained[layer]:
                 device = self.store.device if self.store.homes[layer].place == DEVICE else CPU
-                sizes = tuple((slot.name, slot.numel) for slot in self._trained[layer])
+                sizes = tuple((share.name, share.numel) for share in self._trained[layer])
                 yield Member(layer=layer, sizes=sizes, device=device, summed=self._summed[layer])
 
-    def _kept_back(self) -> list[list[Slot]]:
-        """Of every layer the slots that have a residual."""
+    def _kept_back(self) -> list[list[Share]]:
+        """Of every layer the shares that have a residual."""
         small, few = self.settings.small, self.settings.density < 1
         return [
-            [slot for slot in slots if slot.numel >= small and few and not summed]
-            for slots, summed in zip(self._trained, self._summed, strict=True)
+            [share for share in shares if share.numel >= small and few and not summed]
+            for shares, summed in zip(self._trained, self._summed, strict=True)
         ]
 
     def _at_once(self, layer: int) -> bool:
@@ -187,20 +192,21 @@ class SparseExchange:
 
     def _send(self, engine: Engine, layer: int) -> None:
         """A layer whose gradients are at home, or on their way."""
-        going, slots = self._round, [slot for slot in self._trained[layer] if slot.name in engine.landed]
+        going, shares = self._round, [share for share in self._trained[layer] if share.slot.name in engine.landed]
         assert going is not None
         self._sent.add(layer)
+        if not self._trained[layer]:
+            return  # others in this node have it
         going.open(layer)
         data, come = self.store.direct(layer), self.store.take_coming_home(layer)
-        ahead = [slot for slot in slots if self._counts_ahead(going, slot)]
-        counts = dict(zip([slot.name for slot in ahead], engine.updating.numbers(ahead, engine.counts), strict=True))
+        ahead = list(dict.fromkeys(share.slot for share in shares if self._counts_ahead(going, share)))
+        counts = dict(zip(ahead, engine.updating.numbers(ahead, engine.counts), strict=True))
         step = engine.steps
 
         def job() -> None:
             try:
-                for slot in slots:
-                    (piece,) = data.pieces(slot)
-                    self._put(going, step, slot, piece, counts.get(slot.name, 1), first=True, last=True)
+                for share in shares:
+                    self._put(going, step, share, share.piece(data), counts.get(share.slot, 1), first=True, last=True)
                 going.done(layer)
             except BaseException as error:  # or others would wait for what never comes
                 self._comm.fail(error)
@@ -211,45 +217,45 @@ class SparseExchange:
         else:
             self.store.gates[layer] = engine.updating.worker.submit(layer, job, come)
 
-    def _take(self, engine: Engine, slot: Slot, piece: Piece, *, first: bool, last: bool) -> None:
+    def _take(self, engine: Engine, share: Share, piece: Piece, *, first: bool, last: bool) -> None:
         going = self._round
         assert going is not None
         count = 1
-        if last and self._counts_ahead(going, slot):
-            (count,) = engine.updating.numbers([slot], engine.counts)
-        self._put(going, engine.steps, slot, piece, count, first=first, last=last)
+        if last and self._counts_ahead(going, share):
+            (count,) = engine.updating.numbers([share.slot], engine.counts)
+        self._put(going, engine.steps, share, piece, count, first=first, last=last)
 
-    def _counts_ahead(self, going: Round, slot: Slot) -> bool:
+    def _counts_ahead(self, going: Round, share: Share) -> bool:
         """The optimizer comes before the exchange, and not when something has come."""
-        return not going.part(slot.name).whole and not self._raw
+        return not going.part(share.name).whole and not self._raw
 
-    def _put(self, going: Round, step: int, slot: Slot, piece: Piece, count: int, *, first: bool, last: bool) -> None:
+    def _put(self, going: Round, step: int, share: Share, piece: Piece, count: int, *, first: bool, last: bool) -> None:
         """A gradient into what is kept, and, with the last micro-batch, what travels of that into the row."""
-        part, gradient, dtype = going.part(slot.name), piece.gradient, going.dtype(slot.name)
-        sound = self._judge(slot.name, gradient, first=first)
+        part, gradient, dtype = going.part(share.name), piece.gradient, going.dtype(share.name)
+        sound = self._judge(share.name, gradient, first=first)
         if gradient.device == CPU and not bool(sound):  # elsewhere the host would have to wait to know
-            going.flag(slot.name, NOT_FINITE)
+            going.flag(share.name, NOT_FINITE)
             return
         if part.whole:
             if not first:
-                gradient = self._sums[slot.name].add_(gradient)
+                gradient = self._sums[share.name].add_(gradient)
             elif not last:
-                self._sums[slot.name] = gradient.float()
+                self._sums[share.name] = gradient.float()
             if last:
                 positions = None if part.how is None else select(gradient, part.how)
-                going.put(slot.name, positions, torch.where(sound, gradient.to(dtype), 0))
-                self._sums.pop(slot.name, None)
+                going.put(share.name, positions, torch.where(sound, gradient.to(dtype), 0))
+                self._sums.pop(share.name, None)
         else:
-            kept, optimizer = self._kept(slot, piece), self.optimizers[slot.name]
+            kept, optimizer = self._kept(share, piece), self.optimizers[share.slot.name]
             lr = 1.0 if self._raw else float(rate(optimizer, step))
             if first and optimizer.weight_decay and not self._raw and not isinstance(optimizer, AdamW):
                 gradient = gradient.float().add(piece.master, alpha=optimizer.weight_decay)
             kept.add(gradient, lr, first=first, sound=None if gradient.device == CPU else sound)
             if last:
                 assert part.how is not None
-                going.put(slot.name, *kept.send(part.how, dtype, lr, count))
+                going.put(share.name, *kept.send(part.how, dtype, lr, count))
         if last and gradient.device != CPU:
-            going.flag(slot.name, torch.where(sound, PRESENT, NOT_FINITE))
+            going.flag(share.name, torch.where(sound, PRESENT, NOT_FINITE))
 
     def _judge(self, name: str, gradient: torch.Tensor, *, first: bool) -> torch.Tensor:
         """Whether it is finite, and the step's micro-batches before it were."""
@@ -257,32 +263,41 @@ class SparseExchange:
         self._sound[name] = sound if first else sound & self._sound[name]
         return self._sound[name]
 
-    def _kept(self, slot: Slot, piece: Piece) -> Kept:
-        optimizer, rest = self.optimizers[slot.name], self.residuals.of(slot.name)
+    def _kept(self, share: Share, piece: Piece) -> Kept:
+        optimizer, rest = self.optimizers[share.slot.name], self.residuals.of(share.name)
         rule: Rule = Momentum(momentum=0.0)
         if isinstance(optimizer, AdamW) and not self._raw:
             rule = Adaptive(betas=optimizer.betas, eps=optimizer.eps)
         elif isinstance(optimizer, SGD) and not self._raw:
             rule = Momentum(momentum=optimizer.momentum)
         states = [] if self._raw else piece.states
-        return Kept(rule=rule, states=states, rest=rest, numel=slot.numel, masking=self.settings.masking)
+        return Kept(rule=rule, states=states, rest=rest, numel=share.numel, masking=self.settings.masking)
 
     @property
     def _raw(self) -> bool:
         """What travels is of gradients, and the optimizer comes after that."""
         return self.settings.of == "gradient"
 
-    def _skip(self, engine: Engine, going: Round, name: str, rank: int) -> None:
+    def _bad(self, engine: Engine, going: Round) -> str | None:
+        """A parameter whose gradient is not finite, and on which rank; the same words on all of them."""
+        found, gpus = going.bad(), self.store.wire.world
+        names = [slot.name for space in self.store.table.layers for slot in space.slots]
+        mine = [0, 0] if found is None else [1 + names.index(found[0].rpartition("@")[0] if gpus > 1 else found[0]), found[1]]
+        if gpus > 1:  # what others in this node have exchanged I have not seen
+            rows = self.store.wire.every(torch.tensor(mine))
+            mine = rows[rows[:, 0].argmax()].tolist()
+        where = f"rank {mine[1]}" if gpus == 1 else f"node {mine[1]}"
+        return f"gradient of {names[mine[0] - 1]} is not finite on {where}" if mine[0] else None
+
+    def _skip(self, engine: Engine, going: Round, bad: str) -> None:
         """Nobody updates anything; what was sent waits again."""
-        words = f"step {engine.steps}: gradient of {name} is not finite on rank {rank}; the update is skipped"
-        warnings.warn(words, stacklevel=4)
+        warnings.warn(f"step {engine.steps}: {bad}; the update is skipped", stacklevel=4)
         engine.skipped += 1
-        for layer, slots in enumerate(self._trained):
+        for layer, shares in enumerate(self._trained):
             data = self.store.direct(layer)
-            for slot in slots:
-                if slot.name in going.present and not going.part(slot.name).whole:
-                    (piece,) = data.pieces(slot)
-                    self._kept(slot, piece).give_back(*going.mine(slot.name))
+            for share in shares:
+                if share.name in going.present and not going.part(share.name).whole:
+                    self._kept(share, share.piece(data)).give_back(*going.mine(share.name))
         restore_all(self.store, engine.landed.values())
 
     # Looking after it.
@@ -296,7 +311,8 @@ class SparseExchange:
         for layer in range(len(self._trained)):
             master = self.store.direct(layer).master
             sums.append(int(torch.sum(master.view(torch.int32), dtype=torch.int64)))
-        every = engine.wire.every(torch.tensor(sums))
+        gpus = self.store.wire.world  # who shares homes has other parts of them
+        every = engine.wire.every(torch.tensor(sums))[engine.wire.rank % gpus :: gpus]
         for layer, column in enumerate(every.unbind(1)):
             if not bool((column == column[0]).all()):
                 path = self.store.table.layers[layer].path

@@ -27,26 +27,32 @@ PREFIX = "exchange."
 
 
 def tensors(exchange: SparseExchange, rank: int) -> Iterator[Named]:
-    """What this rank writes; homes are at rest."""
-    for layer, slot in exchange.kept_back():
-        rest = exchange.residuals.of(slot.name)
+    """What this rank writes, of those that it meets in exchanges; homes are at rest."""
+    for layer, share in exchange.kept_back():
+        rest = exchange.residuals.of(share.name)
         for key, tensor in rest.tensors.items():
-            yield f"{PREFIX}residual.{key}.{slot.name}", tensor.dtype, tuple(tensor.shape), partial(_on_host, tensor)
+            yield f"{PREFIX}residual.{key}.{share.name}", tensor.dtype, tuple(tensor.shape), partial(_on_host, tensor)
         if rank:
-            (piece,) = exchange.store.direct(layer).pieces(slot)
+            piece = share.piece(exchange.store.direct(layer))
             for k, state in enumerate(piece.states):
-                yield f"{PREFIX}state-{k}.{slot.name}", state.dtype, tuple(state.shape), partial(_on_host, state)
+                yield f"{PREFIX}state-{k}.{share.name}", state.dtype, tuple(state.shape), partial(_on_host, state)
 
 
 def is_sparse(files: list[Any]) -> bool:
-    return any(name.startswith(PREFIX) for name in files[0].keys())  # noqa: SIM118 - a file handle is no dict
+    return any(name.startswith(PREFIX) for file in files for name in file.keys())  # noqa: SIM118 - a file handle is no dict
 
 
 def load(exchange: SparseExchange, files: list[Any], rank: int, world: int) -> None:
-    """The store has been filled, with the first rank's moments."""
-    if not is_sparse(files):
-        for _, slot in exchange.kept_back():
-            for tensor in exchange.residuals.of(slot.name).tensors.values():
+    """The store has been filled, with the first rank's moments. `files`: of those that have what this rank has."""
+    wanted = {f"{PREFIX}residual.{key}.{share.name}" for _, share in exchange.kept_back() for key in ("codes", "values")}
+    found = wanted & {name for file in files[:1] for name in file.keys()}  # noqa: SIM118 - a file handle is no dict
+    if len(found) < sum(1 for _ in exchange.kept_back()):
+        if is_sparse(files):
+            warnings.warn(
+                "homes were shared by other ranks when it was saved: what had not been sent yet is left out", stacklevel=5
+            )
+        for _, share in exchange.kept_back():
+            for tensor in exchange.residuals.of(share.name).tensors.values():
                 tensor.zero_()
         return
     saved = len(files)
@@ -55,12 +61,12 @@ def load(exchange: SparseExchange, files: list[Any], rank: int, world: int) -> N
         warnings.warn(
             f"saved by {saved} ranks and loaded by {world}: residuals count {world / saved:.3g} times{gone}", stacklevel=5
         )
-    for layer, slot in exchange.kept_back():
-        _load_residual(exchange.residuals.of(slot.name), files, slot.name, slot.numel, rank, world)
+    for layer, share in exchange.kept_back():
+        _load_residual(exchange.residuals.of(share.name), files, share.name, share.numel, rank, world)
         if rank % saved:
-            (piece,) = exchange.store.direct(layer).pieces(slot)
+            piece = share.piece(exchange.store.direct(layer))
             for k, state in enumerate(piece.states):
-                state.copy_(files[rank % saved].get_tensor(f"{PREFIX}state-{k}.{slot.name}"))
+                state.copy_(files[rank % saved].get_tensor(f"{PREFIX}state-{k}.{share.name}"))
 
 
 def _load_residual(into: Residual, files: list[Any], name: str, numel: int, rank: int, world: int) -> None:

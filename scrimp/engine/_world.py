@@ -14,6 +14,8 @@ from torch import nn
 from scrimp.chunks._costs import Rates
 from scrimp.chunks._wire import Wire
 from scrimp.engine._memory import Budget
+from scrimp.errors import RunError
+from scrimp.layout import Mesh
 from scrimp.move._torch_private import group_timeout
 
 
@@ -34,6 +36,34 @@ def apart(wire: Wire) -> Wire:
         return Wire()
     group = dist.new_group(timeout=group_timeout(dist.group.WORLD, wire.device))
     return Wire(world=wire.world, rank=wire.rank, group=group, device=wire.device)
+
+
+def who_shares(wire: Wire, mesh: Mesh | None, *, sparse: bool) -> tuple[Wire, Wire]:
+    """The ranks that share homes with this one, and those with which it exchanges few entries, which is done apart."""
+    if mesh is not None and mesh.size != wire.world:
+        raise RunError(f"{mesh} has {mesh.size} ranks, and {wire.world} are here")
+    if not sparse:
+        return wire, Wire()
+    if mesh is None or len(mesh.axes) == 1:
+        return Wire(), apart(wire)
+    if len(mesh.axes) != 2:
+        raise RunError(f"Sparse on {mesh}: give a mesh of one axis, or of two, nodes and their GPUs")
+    return nodes(wire, mesh)
+
+
+def nodes(wire: Wire, mesh: Mesh) -> tuple[Wire, Wire]:
+    """For a mesh of nodes and GPUs, row by row: the ranks of my node, and those of my place in all nodes."""
+    here, across = Wire(), Wire()
+    (_, count), (_, gpus) = mesh.axes
+    timeout = group_timeout(dist.group.WORLD, wire.device) if wire.world > 1 else None
+    rows = [[node * gpus + place for place in range(gpus)] for node in range(count)]
+    columns = [[node * gpus + place for node in range(count)] for place in range(gpus)]
+    for ranks in [*rows, *columns] if wire.world > 1 else ():  # everybody makes every group
+        group = dist.new_group(ranks, timeout=timeout)
+        if wire.rank in ranks and len(ranks) > 1:
+            made = Wire(world=len(ranks), rank=ranks.index(wire.rank), group=group, device=wire.device)
+            here, across = (made, across) if ranks in rows else (here, made)
+    return here, across
 
 
 def agreed(wire: Wire, rates: Rates) -> Rates:
