@@ -140,7 +140,8 @@ def _settled() -> NativeSelect | str:
 
 
 def _tried(kernel: NativeSelect) -> bool:
-    """Whether a step has torch's bits, with numbers that need no rounding on their way: whole ones, of which many are equal."""
+    """Whether a step has torch's bits, with numbers that need no rounding on their way: whole ones, of which many are equal.
+    And whether one with Adam's moments is near."""
     random, how = torch.Generator().manual_seed(0), cut(TRIED, 0.01)
 
     def drawn(upto: int) -> torch.Tensor:
@@ -161,4 +162,9 @@ def _tried(kernel: NativeSelect) -> bool:
         v[largest] -= rounded.float()
         u[largest] = 0
         same += [torch.equal(*pair) for pair in ((positions, largest), (sent, rounded), (mine_u, u), (mine_v, v))]
+    m, root, v = drawn(100), drawn(100).abs(), drawn(100)
+    everything = Cut(numel=TRIED, per_row=COLUMNS, from_rest=how.rest)
+    numbers = Numbers(betas=(0.5, 0.0), rate=3.0, eps=1.0)  # the second moment is the gradient's square
+    _, sent = kernel.send(v.clone(), [m.clone(), root.clone()], everything, torch.float32, numbers, masking=False, gradient=root)
+    same.append(torch.allclose(sent, v + 3 * (m + root) / 2 / (root + 1), rtol=1e-5, atol=1e-5))
     return all(same)
