@@ -180,12 +180,14 @@ INLINE void find(const float *row, int64_t length, int64_t wanted, counts_of cou
         count_within(row, length, least, shift, counts, within);
         least |= bin_of(counts, &left) << shift;
     }
-    for (int64_t i = 0; i < length && n < wanted; i += 64)
-        for (uint64_t found = next_within(row + i, length - i, least, MAGNITUDE, within); found; found &= found - 1) {
+    for (int64_t i = 0; i < length && n < wanted; i += 64) {
+        uint64_t found = next_within(row + i, length - i, least, MAGNITUDE, within);
+        for (; found && n < wanted; found &= found - 1) {
             int64_t at = i + __builtin_ctzll(found);
             if (magnitude(row[at]) == least && --left < 0) continue;
             positions[n++] = start + at;
         }
+    }
 }
 
 static void take(const struct kept *k, int64_t from, int64_t n) {
