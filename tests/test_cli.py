@@ -261,7 +261,18 @@ def test_probe(tmp_path: Path) -> None:
 
 def test_doctor() -> None:
     text = scrimp("doctor").output
-    for name in ("python", "memory", "disk", "torch", "native kernel", "device kernel", "gpu", "distributed", "packages"):
+    for name in (
+        "python",
+        "memory",
+        "disk",
+        "torch",
+        "native kernel",
+        "exchange kernel",
+        "device kernel",
+        "gpu",
+        "distributed",
+        "packages",
+    ):
         assert re.search(rf"^{name} +\S", text, re.MULTILINE), text
     assert "failed" not in text
 

@@ -1,4 +1,4 @@
-"""The kernel's library: built at first use with the machine's own compiler, kept in the user's cache.
+"""A kernel's library: built at first use with the machine's own compiler, kept in the user's cache.
 
 The file's name is a hash of all that goes into it. It appears by a rename, so any number of processes may build it at once.
 """
@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("_native.c")
-INCLUDED = SOURCE.with_name("_native_codec.c")
+INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
 SECONDS = 120
 
@@ -34,21 +35,33 @@ def compiler() -> list[str]:
     raise NoKernelError(f"no C compiler: CC is {given[0]}, which is not here" if given else "no C compiler (cc, gcc, clang)")
 
 
-def load() -> tuple[ctypes.CDLL, str]:
+def load(source: Path = SOURCE) -> tuple[ctypes.CDLL, str]:
     """The library, and the compiler in words."""
     if platform.machine() not in ("x86_64", "AMD64"):
         raise NoKernelError(f"it is for x86-64, this is {platform.machine()}")
     command = compiler()
     version = _run([*command, "--version"])
-    parts = (SOURCE.read_text(), INCLUDED.read_text(), version, " ".join((*command, *FLAGS)), platform.machine())
+    parts = (*_texts(source), version, " ".join((*command, *FLAGS)), platform.machine())
     name = f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     in_words = (version.strip().splitlines() or [shlex.join(command)])[0]
     try:
-        return _from(_cache(), name, command), in_words
+        return _from(_cache(), name, command, source), in_words
     except (OSError, RuntimeError):  # not writable, no home, mounted without leave to run what is there
         pass
     with tempfile.TemporaryDirectory(prefix="scrimp-") as folder:  # once loaded, the file is not needed
-        return _from(Path(folder), name, command), in_words
+        return _from(Path(folder), name, command, source), in_words
+
+
+def _texts(source: Path) -> list[str]:
+    """Of the source, and of all that is part of it."""
+    found: dict[Path, str] = {}
+    waiting = [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found[path] = path.read_text()
+            waiting += [(path.parent / name).resolve() for name in INCLUDE.findall(found[path])]
+    return [found[path] for path in sorted(found)]
 
 
 def _cache() -> Path:
@@ -56,14 +69,14 @@ def _cache() -> Path:
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "scrimp"
 
 
-def _from(folder: Path, name: str, command: list[str]) -> ctypes.CDLL:
+def _from(folder: Path, name: str, command: list[str], source: Path) -> ctypes.CDLL:
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         handle, fresh = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
         try:
-            _run([*command, *FLAGS, str(SOURCE), "-o", fresh, "-lm"])
+            _run([*command, *FLAGS, str(source), "-o", fresh, "-lm"])
             os.replace(fresh, path)
         finally:
             Path(fresh).unlink(missing_ok=True)

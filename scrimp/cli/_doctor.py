@@ -165,6 +165,15 @@ def kernel() -> Finding:
     return found.describe(), {"instructions": found.instructions, "compiler": found.compiler}
 
 
+def exchange_kernel() -> Finding:
+    from scrimp.exchange._native_select import native_select, why_not
+
+    found = native_select()
+    if found is None:
+        return f"none, torch's kernels are used instead: {why_not()}", {"reason": why_not()}
+    return found.describe(), {"instructions": found.instructions, "compiler": found.compiler}
+
+
 def device_kernel() -> Finding:
     import torch
 
@@ -257,6 +266,7 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "disk": disk,
     "torch": torch_build,
     "native kernel": kernel,
+    "exchange kernel": exchange_kernel,
     "device kernel": device_kernel,
     "gpu": gpus,
     "distributed": backends,

@@ -250,10 +250,12 @@ class SparseExchange:
             lr = 1.0 if self._raw else float(rate(optimizer, step))
             if first and optimizer.weight_decay and not self._raw and not isinstance(optimizer, AdamW):
                 gradient = gradient.float().add(piece.master, alpha=optimizer.weight_decay)
-            kept.add(gradient, lr, first=first, sound=None if gradient.device == CPU else sound)
+            flag = None if gradient.device == CPU else sound
             if last:
                 assert part.how is not None
-                going.put(share.name, *kept.send(part.how, dtype, lr, count))
+                going.put(share.name, *kept.add_and_send(gradient, part.how, dtype, lr, count, first=first, sound=flag))
+            else:
+                kept.add(gradient, lr, first=first, sound=flag)
         if last and gradient.device != CPU:
             going.flag(share.name, torch.where(sound, PRESENT, NOT_FINITE))
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from scrimp.exchange._cut import COLUMNS, Cut
+from scrimp.exchange._native_select import NativeSelect, Numbers, native_select, takes
 from scrimp.exchange._residual import Residual
 from scrimp.exchange._select import select, take
 
@@ -45,6 +46,9 @@ class Momentum:
         for u in states:
             rest.add_(u, alpha=lr)
 
+    def numbers(self, lr: float, count: int, *, first: bool) -> Numbers:
+        return Numbers(carry=self.momentum if first else 1.0, rate=lr)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive:
@@ -65,6 +69,10 @@ class Adaptive:
         root = s.sqrt().div_((1 - self.betas[1] ** count) ** 0.5).add_(self.eps)
         rest.addcdiv_(m, root, value=lr / (1 - self.betas[0] ** count))
 
+    def numbers(self, lr: float, count: int, *, first: bool) -> Numbers:
+        root = (1 - self.betas[1] ** count) ** 0.5  # above and below the fraction, so that s need not be divided
+        return Numbers(betas=self.betas, rate=lr * root / (1 - self.betas[0] ** count), eps=self.eps * root)
+
 
 Rule = Momentum | Adaptive
 
@@ -82,8 +90,16 @@ class Kept:
 
     def add(self, gradient: torch.Tensor, lr: float, *, first: bool = True, sound: torch.Tensor | None = None) -> None:
         """A gradient of any type; `first` of the step's micro-batches; nothing, unless `sound`, a flag on its device."""
-        for span in pieces(self.numel, gradient.device):
-            states, fresh = [state[span] for state in self.states], gradient[span].float()
+        kernel = self._kernel(gradient) if sound is None else None
+        for span in self._spans(kernel, whole=bool(self.states)):
+            states, fresh = [state[span] for state in self.states], gradient[span]
+            if kernel is not None:
+                rest = None if states else self.rest.read(span)
+                kernel.add(rest, states, fresh, self.rule.numbers(lr, 1, first=first))
+                if rest is not None:
+                    self.rest.write(span, rest)
+                continue
+            fresh = fresh.float()
             if sound is not None:
                 fresh = torch.where(sound, fresh, 0.0)
             if first:
@@ -94,15 +110,37 @@ class Kept:
 
     def send(self, how: Cut, dtype: torch.dtype, lr: float, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """What travels, as positions and values; from here on it is gone. `count`: of the parameter's steps, this included."""
+        return self._send(how, dtype, lr, count, self._kernel(), None, first=True)
+
+    def add_and_send(
+        self, gradient: torch.Tensor, how: Cut, dtype: torch.dtype, lr: float, count: int = 1, *, first: bool = True,
+        sound: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Both, for the last of a step's micro-batches: on the host in one pass over memory."""
+        kernel = self._kernel(gradient) if sound is None else None
+        if kernel is None:
+            self.add(gradient, lr, first=first, sound=sound)
+            return self.send(how, dtype, lr, count)
+        return self._send(how, dtype, lr, count, kernel, gradient, first=first)
+
+    def _send(
+        self, how: Cut, dtype: torch.dtype, lr: float, count: int, kernel: NativeSelect | None, gradient: torch.Tensor | None, *,
+        first: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         positions, values = [], []
-        for span in pieces(self.numel, self.rest.device):
+        for span in self._spans(kernel):
             states, rest = [state[span] for state in self.states], self.rest.read(span)
-            self.rule.adds(states, rest, lr, count)
-            found = select(rest, part_of(how, span))
-            values.append(take(rest, found, dtype))
+            if kernel is not None:
+                numbers, fresh = self.rule.numbers(lr, count, first=first), None if gradient is None else gradient[span]
+                found, sent = kernel.send(rest, states, part_of(how, span), dtype, numbers, masking=self.masking, gradient=fresh)
+            else:
+                self.rule.adds(states, rest, lr, count)
+                found = select(rest, part_of(how, span))
+                sent = take(rest, found, dtype)
+                if states and self.masking:
+                    states[0][found] = 0
             self.rest.write(span, rest)
-            if states and self.masking:
-                states[0][found] = 0
+            values.append(sent)
             positions.append(found + span.start)
         return torch.cat(positions), torch.cat(values)
 
@@ -113,6 +151,15 @@ class Kept:
             rest = self.rest.read(span)
             rest[positions[mine] - span.start] += values[mine].float()
             self.rest.write(span, rest)
+
+    def _kernel(self, gradient: torch.Tensor | None = None) -> NativeSelect | None:
+        """For the host, if it can be had."""
+        return native_select() if self.rest.device.type == "cpu" and takes(self.states, gradient) else None
+
+    def _spans(self, kernel: NativeSelect | None, *, whole: bool = False) -> Iterator[slice]:
+        """The kernel is as well off with all at once, where nothing need be copied for it."""
+        at_once = kernel is not None and (whole or self.rest.in_place)
+        return iter((slice(0, self.numel),)) if at_once else pieces(self.numel, self.rest.device)
 
 
 def part_of(how: Cut, span: slice) -> Cut:

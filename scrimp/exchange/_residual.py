@@ -26,6 +26,10 @@ class Residual(Protocol):
     tensors: dict[str, torch.Tensor]
     device: torch.device
 
+    @property
+    def in_place(self) -> bool:
+        """What is read is what is kept, and no copy of it: it may be read as a whole."""
+
     def read(self, span: slice) -> torch.Tensor: ...
 
     def write(self, span: slice, values: torch.Tensor) -> None: ...
@@ -65,6 +69,11 @@ class Plain:
     def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
         self.tensors, self.device = tensors, device
 
+    @property
+    def in_place(self) -> bool:
+        there = self.tensors["values"]
+        return there.dtype == torch.float32 and there.device == self.device
+
     def read(self, span: slice) -> torch.Tensor:
         return self.tensors["values"][span].to(self.device, non_blocking=True).float()  # fp32 that is there is itself
 
@@ -76,6 +85,8 @@ class Plain:
 
 class Blocks:
     """Spans begin on a block, and end on one or with the parameter."""
+
+    in_place = False
 
     def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device, seed: int) -> None:
         self.tensors, self.device = tensors, device

@@ -128,8 +128,7 @@ def sparse_hook(
             put(row, part, positions, flat.to(state.values))
             continue
         kept = state.of(part.name)
-        kept.add(flat, 1.0)  # the optimizer has the rate
-        sent[part.name] = kept.send(part.how, state.values, 1.0)
+        sent[part.name] = kept.add_and_send(flat, part.how, state.values, 1.0)  # the optimizer has the rate
         put(row, part, *sent[part.name])
     seal(row, step, finite=finite)
     rows = row.new_empty(world * row.numel())

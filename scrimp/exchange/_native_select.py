@@ -1,0 +1,170 @@
+"""The host's way from a gradient to what travels of it, by a small C kernel (`_native_select.c`): a pass or two over memory,
+without the GIL.
+
+It is used where it could be built and where a trial gives what torch gives; torch's kernels are used otherwise. Of equal
+magnitudes the first in a row are sent, where torch's choice is open; positions are in ascending order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scrimp.chunks._native import KINDS, LEVELS
+from scrimp.chunks._native_build import NoKernelError, load
+from scrimp.exchange._cut import COLUMNS, Cut, cut
+
+SOURCE = Path(__file__).with_name("_native_select.c")
+NOTHING = Cut(numel=0, per_row=0, from_rest=0)
+TRIED = 2 * COLUMNS + 777  # whole rows and a rest
+
+_POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+_KEPT: tuple[Any, ...] = (
+    *[_POINTER] * 4, _INT, _LONG, *[_DOUBLE] * 5, *[_LONG] * 2, *[_POINTER] * 2, *[_INT] * 4,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What a rule multiplies with. A gradient goes into a momentum as carry * u + gradient, into Adam's moments by the betas;
+    into the residual goes rate * u, or rate * m / (sqrt(s) + eps)."""
+
+    carry: float = 1.0
+    betas: tuple[float, float] = (0.0, 0.0)
+    rate: float = 1.0
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class NativeSelect:
+    """Tensors are flat, contiguous, on the CPU and of one size; the residual and the states are fp32. `level` is the
+    instruction set, an index of LEVELS."""
+
+    library: ctypes.CDLL
+    compiler: str
+    level: int
+
+    @property
+    def instructions(self) -> str:
+        return LEVELS[self.level]
+
+    def describe(self) -> str:
+        return f"{self.instructions}, built by {self.compiler}"
+
+    def add(
+        self, rest: torch.Tensor | None, states: Sequence[torch.Tensor], gradient: torch.Tensor, numbers: Numbers
+    ) -> None:  # fmt: skip
+        """A gradient into the states, or, where there are none, into the residual."""
+        self._call(rest, states, gradient, numbers, NOTHING, None, None, masking=False)
+
+    def send(
+        self, rest: torch.Tensor, states: Sequence[torch.Tensor], how: Cut, dtype: torch.dtype, numbers: Numbers, *,
+        masking: bool, gradient: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Positions and values of what travels, after a gradient was added, if one is given; from here on it is gone, and
+        with `masking` the first state is 0 there."""
+        positions, values = (torch.empty(how.entries, dtype=kind, device="cpu") for kind in (torch.int64, dtype))
+        self._call(rest, states, gradient, numbers, how, positions, values, masking=masking and bool(states))
+        return positions, values
+
+    def select(self, values: torch.Tensor, how: Cut) -> torch.Tensor:
+        """Positions of the largest, and nothing is changed."""
+        positions = torch.empty(how.entries, dtype=torch.int64, device="cpu")
+        self._call(values, (), None, Numbers(), how, positions, None, masking=False)
+        return positions
+
+    def _call(
+        self, rest: torch.Tensor | None, states: Sequence[torch.Tensor], gradient: torch.Tensor | None, numbers: Numbers,
+        how: Cut, positions: torch.Tensor | None, values: torch.Tensor | None, *, masking: bool,
+    ) -> None:  # fmt: skip
+        fp32 = [*([] if rest is None else [rest]), *states]
+        numel = fp32[0].numel()
+        if not takes(fp32, gradient) or len(states) > 2 or (values is not None and values.dtype not in KINDS):
+            raise ValueError("the native kernel is for contiguous CPU tensors of one size, with residual and states in fp32")
+        if positions is not None and (how.numel != numel or how.per_row > COLUMNS or how.from_rest > how.rest):
+            raise ValueError(f"{how} does not fit {numel} elements")  # it would write where it must not
+        first, second = (*states, None, None)[:2]
+        kinds = (0 if gradient is None else KINDS[gradient.dtype], 0 if values is None else KINDS[values.dtype])
+        self.library.scrimp_kept(
+            _at(rest), _at(first), _at(second), _at(gradient), kinds[0], numel,
+            numbers.carry, *numbers.betas, numbers.rate, numbers.eps,
+            how.per_row, how.from_rest, _at(positions), _at(values), kinds[1], masking, self.level, torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def _at(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def takes(fp32: Sequence[torch.Tensor], gradient: torch.Tensor | None = None) -> bool:
+    """Whether the kernel is made for these: residual and states, and a gradient."""
+    given = (*fp32, gradient) if gradient is not None else (*fp32,)
+    return (
+        all(tensor.dtype == torch.float32 for tensor in fp32)
+        and (gradient is None or gradient.dtype in KINDS)
+        and all(t.is_cpu and t.dim() == 1 and t.is_contiguous() and t.numel() == given[0].numel() for t in given)
+    )
+
+
+def native_select() -> NativeSelect | None:
+    """The kernel, built if need be. The first call settles it for the process; `why_not` says why there is none."""
+    found = _settled()
+    return found if isinstance(found, NativeSelect) else None
+
+
+def why_not() -> str | None:
+    found = _settled()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _settled() -> NativeSelect | str:
+    if os.environ.get("SCRIMP_NATIVE") == "0":
+        return "SCRIMP_NATIVE is 0"
+    try:
+        library, compiler = load(SOURCE)
+        library.scrimp_kept.argtypes, library.scrimp_kept.restype = _KEPT, None
+        kernel = NativeSelect(library, compiler, library.scrimp_level())
+        return kernel if _tried(kernel) else f"it does not find what torch {torch.__version__} finds"
+    except NoKernelError as error:
+        return str(error)
+    except Exception as error:  # training goes on without it, whatever it was
+        return f"{type(error).__name__}: {error}"
+
+
+def _tried(kernel: NativeSelect) -> bool:
+    """Whether a step has torch's bits, with numbers that need no rounding on their way: whole ones, of which many are equal.
+    And whether one with Adam's moments is near."""
+    random, how = torch.Generator().manual_seed(0), cut(TRIED, 0.01)
+
+    def drawn(upto: int) -> torch.Tensor:
+        return torch.randint(-upto, upto, (TRIED,), generator=random, dtype=torch.int32, device="cpu").float()
+
+    same = []
+    for dtype, upto in ((torch.float32, 20), (torch.bfloat16, 3000), (torch.float16, 30000)):
+        u, v, gradient = drawn(100), drawn(upto), drawn(100).to(dtype)
+        mine_u, mine_v = u.clone(), v.clone()
+        numbers = Numbers(carry=0.5, rate=0.25)
+        positions, sent = kernel.send(mine_v, [mine_u], how, dtype, numbers, masking=True, gradient=gradient)
+        v.add_(u.mul_(0.5).add_(gradient), alpha=0.25)
+        starts = range(0, TRIED, COLUMNS)
+        sorted_rows = [v[start : start + COLUMNS].abs().sort(descending=True, stable=True).indices + start for start in starts]
+        wanted = [*[how.per_row] * how.rows, how.from_rest]
+        largest = torch.cat([row[:number].sort().values for row, number in zip(sorted_rows, wanted, strict=True)])
+        rounded = v[largest].to(dtype)
+        v[largest] -= rounded.float()
+        u[largest] = 0
+        same += [torch.equal(*pair) for pair in ((positions, largest), (sent, rounded), (mine_u, u), (mine_v, v))]
+    m, root, v = drawn(100), drawn(100).abs(), drawn(100)
+    everything = Cut(numel=TRIED, per_row=COLUMNS, from_rest=how.rest)
+    numbers = Numbers(betas=(0.5, 0.0), rate=3.0, eps=1.0)  # the second moment is the gradient's square
+    _, sent = kernel.send(v.clone(), [m.clone(), root.clone()], everything, torch.float32, numbers, masking=False, gradient=root)
+    same.append(torch.allclose(sent, v + 3 * (m + root) / 2 / (root + 1), rtol=1e-5, atol=1e-5))
+    return all(same)
