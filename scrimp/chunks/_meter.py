@@ -38,14 +38,25 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[str, int]] = {}
         self._shapes: dict[int, tuple[int, ...]] = {}  # of what is counted
         self._coming: tuple[int, tuple[int, ...]] = (0, ())  # what the operator that runs now makes
+        self._entered = 0
+        self._own: Callable[[], None] | None = None
+
+    def __enter__(self) -> CpuMeter:
+        self._entered += 1
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._entered -= 1
         self.release(self._wrapped_nbytes)
         self._wrapped_nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._own is not None:
+            own, self._own = self._own, None
+            own()
+            return func(*args, **kwargs)
         if func.is_view:  # makes nothing, but may show what no operator has made
             out = func(*args, **kwargs)
             self._count_all(out)
@@ -85,6 +96,17 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if nbytes:
             self._prepare(nbytes)
             self._flash(nbytes, kind)
+
+    def aside(self, run: Callable[[], None], nbytes: int) -> None:
+        """The engine's own arithmetic, which takes `nbytes` while it runs, and keeps nothing: many small operators, which are
+        not looked at one by one."""
+        self.expect(nbytes, "temporaries")
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + nbytes)
+        if not self._entered:
+            run()
+            return
+        self._own = run
+        torch.empty(0)  # what runs inside of an operator this mode does not see
 
     def _flash(self, nbytes: int, kind: str = "temporaries") -> None:
         """There for so short that only the peak knows of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from scrimp.chunks._update import Updater
 from scrimp.chunks._worker import Gate
 from scrimp.engine._shares import Share
 from scrimp.exchange._arrived import mean_pieces, subtract
+from scrimp.exchange._kept import pieces
 from scrimp.exchange._round import Round
 
 if TYPE_CHECKING:
@@ -62,9 +64,19 @@ class Arrivals:
                 store.settled(layer)
 
         if on_device:
-            store.gates[layer] = Pending(came.gate(layer), job)  # type: ignore[assignment]
+            run = partial(engine.meter.aside, job, max(self._nbytes(came, share) for share in shares))
+            store.gates[layer] = Pending(came.gate(layer), run)  # type: ignore[assignment]
         else:
             store.gates[layer] = engine.updating.worker.submit(layer, job, [came.gate(layer)])
+
+    def _nbytes(self, came: Round, share: Share) -> int:
+        """What applying takes at most: places and values of entries, and a piece of their mean with its update's."""
+        rows, _, part = came.rows(share.name)
+        entries = 0 if part.how is None else part.how.entries
+        if not part.whole and not self._raw:
+            return 16 * entries
+        piece = next((span.stop for span in pieces(share.numel, rows.device)), 0)
+        return 16 * entries * rows.shape[0] + 8 * piece
 
     def _update(
         self, came: Round, updater: Updater, count: int, step: int, share: Share, piece: Piece, scale: float, *, own_master: bool

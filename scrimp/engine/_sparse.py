@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,8 +93,12 @@ class SparseExchange:
         assert self._round is not None
         self._round.open(layer)
         (share,) = (share for share in self._trained[layer] if share.slot is slot)
-        piece = replace(share.piece(self.store.direct(layer)), gradient=gradient.reshape(-1))
-        self._take(engine, share, piece, first=first, last=engine.last_part)
+
+        def take() -> None:
+            piece = replace(share.piece(self.store.direct(layer)), gradient=gradient.reshape(-1))
+            self._take(engine, share, piece, first=first, last=engine.last_part)
+
+        engine.meter.aside(take, LOOKING_NBYTES * self._looked_at(share.numel))
 
     def retire(self, engine: Engine, layer: int, landed: list[tuple[Slot, bool]]) -> None:
         """All of a layer's gradients of this micro-batch are there, each with whether it is the first (or no more will come)."""
@@ -166,8 +171,11 @@ class SparseExchange:
         plan = plan_buckets(self._members(), settings.density_at(0), DTYPES[settings.values], settings.small)
         rows = sum(bucket.nbytes for _, _, bucket in plan) * (1 if world == 1 else 1 + world)
         largest = max((share.numel for shares in self._trained for share in shares), default=0)
-        piece = next((span.stop for span in pieces(largest, self.store.device)), 0)
-        return rows + LOOKING_NBYTES * piece
+        return rows + LOOKING_NBYTES * self._looked_at(largest)
+
+    def _looked_at(self, numel: int) -> int:
+        """How many of so many elements at a time."""
+        return next((span.stop for span in pieces(numel, self.store.device)), 0)
 
     # Parts.
 
@@ -261,7 +269,10 @@ class SparseExchange:
 
     def _judge(self, name: str, gradient: torch.Tensor, *, first: bool) -> torch.Tensor:
         """Whether it is finite, and the step's micro-batches before it were."""
-        sound = torch.isfinite(torch.linalg.vector_norm(gradient, torch.inf)) if gradient.numel() else torch.tensor(True)
+        if gradient.device == CPU:  # a sum is quick, and finite unless something is wrong, or nearly
+            sound = torch.tensor(isfinite(gradient.sum()) or bool(torch.isfinite(gradient).all()))
+        else:
+            sound = torch.isfinite(torch.linalg.vector_norm(gradient, torch.inf)) if gradient.numel() else torch.tensor(True)
         self._sound[name] = sound if first else sound & self._sound[name]
         return self._sound[name]
 
