@@ -147,7 +147,10 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger.charge(kind, nbytes)
         weakref.finalize(storage, _freed, weakref.ref(self), key)
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """torch loads its compiler, a second of imports, when a mode like this meets its first operator: not in a step."""
+        with self:
+            torch.empty(0)
 
     def lend(self, tensor: torch.Tensor) -> None:
         """A batch, for the time of a step: its own bytes, though it may be a part of a larger storage."""

@@ -22,6 +22,7 @@ from scrimp.chunks._home import DEVICE, DISK, HOST, THROUGH
 from scrimp.chunks._residency import Moment
 from scrimp.chunks._store import Store
 from scrimp.chunks._through import stages_nbytes
+from scrimp.chunks._wire import Wire
 from scrimp.engine._batch import Signature, covers
 from scrimp.engine._forward import Recompute
 from scrimp.engine._passing import largest_numel
@@ -170,7 +171,7 @@ class Planning:
         costs = [
             replace(self._restricted(k, cost), passable=False, recomputable=k in keepable) for k, cost in enumerate(plan.costs)
         ]
-        self.rates = agreed(self.store.ranks, self.best_rates())
+        self.rates = agreed(self._partners, self.best_rates())
         try:
             choice, way = self._choose_beside(trace, costs)
         except FitError:  # it ran, if only just: go on holding the least
@@ -263,9 +264,11 @@ class Planning:
             plan.choice = None
 
     def _restricted(self, layer: int, cost: LayerCost) -> LayerCost:
-        """Once homes are chosen, other batches may only bring some back."""
+        """Once homes are chosen, other batches may only bring some back; not where others do not know of it: what host and
+        device make of the same numbers is not always the same bits."""
         movable = cost.movable and (self._homes is None or layer in self._homes) and layer not in (self._through or ())
-        return replace(cost, movable=movable)
+        stays = self.store.sparse and layer in (self._homes or ())
+        return replace(cost, movable=movable, fixed=cost.fixed or stays)
 
     def _move_homes(self, plan: Planned, device: frozenset[int], through: frozenset[int]) -> None:
         store = self.store
@@ -289,8 +292,8 @@ class Planning:
         layers = self.store.table.layers
         rows = [[kept_nbytes.get(k, 0), seconds.get(k, 0.0)] for k in range(len(layers))]
         found = torch.tensor(rows, dtype=torch.float64).view(-1, 2)
-        if self.store.ranks.world > 1:
-            found = self.store.ranks.every(found).amax(0)
+        if self._partners.world > 1:
+            found = self._partners.every(found).amax(0)
         for k, layer in enumerate(layers):
             trained = self.store.shards.trained_numel(k)
             costs.append(
@@ -315,9 +318,16 @@ class Planning:
         fp32 = store.optimizer.state == "fp32" and rest > 2 * weights and not gradients
         return fp32 and store.wire.world == 1 and not store.sparse and store.homes[layer].place in (HOST, THROUGH)
 
+    @property
+    def _partners(self) -> Wire:
+        """Who decides together. Where each rank has homes of its own and they have been chosen, it plans for itself: then
+        nobody waits for others before a step."""
+        alone = self.store.sparse and self.store.wire.world == 1 and self._homes is not None
+        return self.store.wire if alone else self.store.ranks
+
     def _largest(self, trace: list[Moment]) -> list[Moment]:
         """What others took at each moment, on the rank where it was most."""
-        wire = self.store.ranks
+        wire = self._partners
         if wire.world == 1:
             return trace
         most = wire.every(torch.tensor([moment.room_nbytes for moment in trace])).amax(0).tolist()
@@ -325,7 +335,7 @@ class Planning:
 
     def _key(self, signature: Signature) -> Signature | bytes:
         """The same on all ranks: the largest of every size, if their batches are alike in kind."""
-        wire = self.store.ranks
+        wire = self._partners
         if wire.world == 1:
             return signature
         kinds = repr([(dtype, len(shape)) for dtype, shape in signature])

@@ -19,7 +19,7 @@ from scrimp.exchange._cut import COLUMNS, cut
 from scrimp.exchange._kept import Kept, Momentum
 from scrimp.exchange._residual import residual
 
-PROBED = 1 << 18  # bytes of a message that a network is measured with: most are as large
+PROBED = 1 << 18  # bytes of all ranks together, in the message that a network is measured with
 TIMES = 3
 
 

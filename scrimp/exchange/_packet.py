@@ -33,9 +33,12 @@ def unpack(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Te
     return positions, values
 
 
-def wrong(positions: torch.Tensor, cut: Cut) -> bool:
-    """Whether a place lies beyond the parameter, as no rank would send it."""
-    return bool((positions >= cut.numel).any())
+def wrong(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> bool:
+    """Whether a place lies beyond the parameter, as no rank would send it: in a whole row every place is one of it."""
+    if not cut.from_rest:
+        return False
+    places = parts(packet, cut, dtype)[0][-cut.from_rest :]
+    return bool((places.to(torch.int32).bitwise_and_(COLUMNS - 1) >= cut.rest).any())
 
 
 def parts(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

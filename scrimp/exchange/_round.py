@@ -20,7 +20,7 @@ from scrimp.errors import MoveError, RunError
 from scrimp.exchange._bucket import NOT_FINITE, PRESENT, Bucket, Part, complaint, plan_bucket, put, seal
 from scrimp.exchange._packet import unpack, wrong
 
-BUCKET_NBYTES = 256 << 10  # a millisecond of a fast network, and ten of a slow one
+BUCKET_NBYTES = 64 << 10  # a few milliseconds of a slow network: more would not travel beside backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,7 @@ class Round:
         self._rows: list[torch.Tensor | None] = [None] * len(plan)
         self._came: list[torch.Tensor | None] = [None] * len(plan)
         self._heads: list[torch.Tensor | None] = [None] * len(plan)  # of every rank, where what came is a sum
+        self._flags: list[list[bool] | None] = [None] * len(plan)  # of each part, whether any rank has it
         self._gates = [comm.promise() for _ in plan]
         self._gone = 0  # buckets that have been told to travel
         self.present: set[str] = set()  # on this rank
@@ -151,7 +152,7 @@ class Round:
 
     def _misplaced(self, k: int, row: torch.Tensor) -> str | None:
         for part in self.buckets[k].parts:
-            if part.how is not None and wrong(unpack(row[part.start : part.stop], part.how, self.buckets[k].dtype)[0], part.how):
+            if part.how is not None and wrong(row[part.start : part.stop], part.how, self.buckets[k].dtype):
                 return f"has a place beyond the {part.numel} elements of {part.name}"
         return None
 
@@ -188,9 +189,13 @@ class Round:
         if self._wire.world == 1:
             return name in self.present
         k, part = self._where[name]
-        heads = self._heads[k]
-        assert heads is not None
-        return bool((heads[:, part.flag] == PRESENT).any())
+        if self._flags[k] is None:
+            heads, flags = self._heads[k], [part.flag for part in self.buckets[k].parts]
+            assert heads is not None
+            self._flags[k] = (heads[:, flags[0] : flags[-1] + 1] == PRESENT).any(0).tolist()
+        found = self._flags[k]
+        assert found is not None
+        return found[part.flag - self.buckets[k].parts[0].flag]
 
     def bad(self) -> tuple[str, int] | None:
         """The first parameter whose gradient is not finite, and the rank that found that."""
