@@ -157,7 +157,7 @@ def fault(name: str, kind: str, folder: str | None = None) -> str:
             if kind == "dead":
                 os._exit(9)
             if kind == "hung":
-                time.sleep(15)
+                time.sleep(8)
         seal(row, step, finite=finite)
         if dist.get_rank() == 1 and step == 2 and kind == "corrupt":
             row[100] ^= 5

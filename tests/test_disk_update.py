@@ -100,7 +100,7 @@ def test_the_bits_of_the_host(
     for step in range(STEPS):
         loss = engine.step(*batch(step))
         assert loss == want.step(*batch(step))
-    assert bool(engine._started) == (mode == "unclipped")
+    assert engine.exchanging.started == (mode == "unclipped")
     engine.wait()
     nbytes, traffic = on_disk(engine), engine.store.traffic
     assert (traffic.read_nbytes, traffic.written_nbytes) == (STEPS * nbytes, (STEPS + 1) * nbytes)

@@ -107,7 +107,7 @@ def test_updated_in_backward_bits_are_the_same(budget: str) -> None:
     engine.planning._homes = frozenset()
     for batch in batches:
         engine.step(*batch)
-    assert engine._started
+    assert engine.exchanging.started
     got = engine.state_dict()
     assert all(torch.equal(got[key], value) for key, value in want.items())
 
