@@ -151,9 +151,12 @@ def assert_accumulates(kernel: FusedExchange, numel: int, dtype: torch.dtype, de
     mine_u, mine_v = (u.clone() if momentum else None), v.clone()
     for turn in range(3):
         gradient = spread(numel, random).to(dtype).to(device)
-        kernel.accumulate(gradient, mine_u, mine_v, carry=0.9 if turn == 0 else 1.0, whole=turn == 2, rate=0.5)
+        sound = None if turn == 0 else torch.tensor(turn == 2, device=device)  # the second is not
+        poisoned = gradient if turn != 1 else gradient * float("nan")
+        kernel.accumulate(poisoned, mine_u, mine_v, carry=0.9 if turn == 0 else 1.0, whole=turn == 2, rate=0.5, sound=sound)
         if turn == 0:
             u.mul_(0.9)
+        gradient = gradient if turn != 1 else torch.zeros_like(gradient)
         u.add_(gradient)
         if not momentum:
             v.add_(gradient.float(), alpha=0.5)

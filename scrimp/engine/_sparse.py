@@ -261,7 +261,8 @@ class SparseExchange:
             flag = None if gradient.device == CPU else sound
             if last:
                 assert part.how is not None
-                going.put(share.name, *kept.add_and_send(gradient, part.how, dtype, lr, count, first=first, sound=flag))
+                packet = going.packet(share.name)
+                kept.send_into(packet, gradient, part.how, dtype, lr, count, first=first, sound=flag)
             else:
                 kept.add(gradient, lr, first=first, sound=flag)
         if last and gradient.device != CPU:

@@ -21,8 +21,10 @@ import torch
 
 from scrimp.exchange._cut import COLUMNS, Cut
 from scrimp.exchange._native_select import NativeSelect, Numbers, native_select, takes
+from scrimp.exchange._packet import pack
 from scrimp.exchange._residual import Residual
 from scrimp.exchange._select import select, take
+from scrimp.exchange._select_fused import fused
 
 ROWS = 4  # that are looked at together on the host, 1 MiB in fp32, whatever the parameter's size
 CUDA_ROWS = 32  # enough to keep a device busy
@@ -122,6 +124,20 @@ class Kept:
             self.add(gradient, lr, first=first, sound=sound)
             return self.send(how, dtype, lr, count)
         return self._send(how, dtype, lr, count, kernel, gradient, first=first)
+
+    def send_into(
+        self, packet: torch.Tensor, gradient: torch.Tensor, how: Cut, dtype: torch.dtype, lr: float, count: int = 1, *,
+        first: bool = True, sound: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The same, into a packet's bytes: on a GPU without waiting for it, and with little memory besides."""
+        kernel = fused(self.rest.device, dtype) if self.rest.in_place and isinstance(self.rule, Momentum) else None
+        if kernel is None:
+            pack(packet, how, *self.add_and_send(gradient, how, dtype, lr, count, first=first, sound=sound))
+            return
+        (rest,), u = self.rest.tensors.values(), self.states[0] if self.states else None
+        carry = self.rule.momentum if first and isinstance(self.rule, Momentum) else 1.0
+        kernel.accumulate(gradient, u, rest, carry=carry, whole=True, rate=lr, sound=sound)
+        kernel.send(rest, how, packet, dtype, u if self.masking else None)
 
     def _send(
         self, how: Cut, dtype: torch.dtype, lr: float, count: int, kernel: NativeSelect | None, gradient: torch.Tensor | None, *,

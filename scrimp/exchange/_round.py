@@ -110,6 +110,15 @@ class Round:
         put(row, part, positions, values)
         self.present.add(name)
 
+    def packet(self, name: str) -> torch.Tensor:
+        """The bytes of a parameter that is there, for who writes them."""
+        k, part = self._where[name]
+        row = self._rows[k]
+        assert row is not None
+        row[part.flag] = PRESENT
+        self.present.add(name)
+        return row[part.start : part.stop]
+
     def flag(self, name: str, flag: torch.Tensor | int) -> None:
         """What is to be said of a parameter, instead of that it is there."""
         k, part = self._where[name]

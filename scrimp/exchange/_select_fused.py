@@ -40,11 +40,11 @@ class FusedExchange:
 
     def accumulate(
         self, gradient: torch.Tensor, momentum: torch.Tensor | None, residual: torch.Tensor, *, carry: float, whole: bool,
-        rate: float = 1.0,
+        rate: float = 1.0, sound: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """A gradient of any type into fp32 momentum, and, when the step's gradient is `whole`, `rate` times that into the fp32
         residual. `carry`: the momentum's factor for the first of a step's micro-batches, 1 for the others. Without a
-        momentum every gradient goes into the residual."""
+        momentum every gradient goes into the residual. `sound`: a flag on the device; without it the gradient counts as 0."""
         numel = residual.numel()
         _check(residual, *([] if momentum is None else [momentum]), numel=numel)
         _check_as(residual, gradient, DTYPES, numel)
@@ -52,9 +52,10 @@ class FusedExchange:
             return
         with torch.cuda.device_of(residual):  # type: ignore[no-untyped-call]
             self.kernels.accumulate[(-(-numel // BLOCK),)](
-                gradient, residual if momentum is None else momentum, residual, numel, float(carry), float(rate),
-                buffered=momentum is not None, whole=whole or momentum is None, block=BLOCK, num_warps=WARPS,
-                enable_fp_fusion=False,
+                gradient, residual if momentum is None else momentum, residual,
+                residual if sound is None else sound.view(torch.uint8), numel, float(carry), float(rate),
+                buffered=momentum is not None, whole=whole or momentum is None, judged=sound is not None, block=BLOCK,
+                num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
     def send(

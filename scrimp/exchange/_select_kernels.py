@@ -211,26 +211,32 @@ def accumulate(
     gradient,
     momentum,
     residual,
+    sound,
     numel: tl.int64,
     carry: tl.float32,
     rate: tl.float32,
     buffered: tl.constexpr,
     whole: tl.constexpr,
+    judged: tl.constexpr,
     block: tl.constexpr,
 ):
     """The momentum becomes `carry` times itself and the gradient; with the step's gradient `whole`, the residual takes `rate`
-    times it."""
+    times it. If the gradient is `judged` and not `sound`, it counts as 0."""
     start = tl.program_id(0).to(tl.int64) * block
     at = start + tl.arange(0, block)
     if start + block <= numel:
-        _accumulate(gradient, momentum, residual, carry, rate, buffered, whole, at, None)
+        _accumulate(gradient, momentum, residual, sound, carry, rate, buffered, whole, judged, at, None)
     else:
-        _accumulate(gradient, momentum, residual, carry, rate, buffered, whole, at, at < numel)
+        _accumulate(gradient, momentum, residual, sound, carry, rate, buffered, whole, judged, at, at < numel)
 
 
 @triton.jit
-def _accumulate(gradient, momentum, residual, carry, rate, buffered: tl.constexpr, whole: tl.constexpr, at, mask):
+def _accumulate(
+    gradient, momentum, residual, sound, carry, rate, buffered: tl.constexpr, whole: tl.constexpr, judged: tl.constexpr, at, mask
+):
     g = tl.load(gradient + at, mask).to(tl.float32)
+    if judged:
+        g = tl.where(tl.load(sound) != 0, g, 0.0)
     if buffered:
         g = tl.load(momentum + at, mask) * carry + g
         tl.store(momentum + at, g, mask)
