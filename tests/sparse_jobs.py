@@ -227,6 +227,22 @@ class Thrice(nn.Module):
         return nn.functional.cross_entropy(self.out(x), y)
 
 
+class Sometimes(nn.Module):
+    """A layer that only some batches use, as their first sample says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(32, 32)
+        self.sometimes = nn.Linear(32, 32)
+        self.out = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.before(x))
+        if bool(use[0]):
+            x = torch.tanh(self.sometimes(x))
+        return nn.functional.cross_entropy(self.out(x), y)
+
+
 def folder_of(path: Path) -> str:
     return str(path / "checkpoint")
 

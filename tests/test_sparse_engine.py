@@ -150,10 +150,11 @@ def test_a_network_is_measured_alike_by_all() -> None:
 def test_replicas_are_equal_to_the_bit_and_learn(kind: str) -> None:
     """200 steps with all kinds of residual and place, compared on the way too."""
     settings = {"density": 0.02, "small": 300, "warm_up": 20, "residual": kind, "check_every": 50}
+    others = {"precision": "bf16", "skip_nonfinite": kind != "fp32"}  # with fp32 beside the next step, the others judged first
     settings["place"] = "host" if kind == "bf16" else "device"
     optimizer = AdamW(lr=4e-3) if kind == "int8" else SGD(lr=0.1, momentum=0.9)
     steps = 200 if kind == "fp32" else 60
-    answers = pool(2).run(jobs.train, "gpt-tiny", steps, settings, optimizer=optimizer, precision="bf16", timeout_seconds=300)
+    answers = pool(2).run(jobs.train, "gpt-tiny", steps, settings, optimizer=optimizer, timeout_seconds=300, **others)
     for key, value in answers[0][0].items():
         assert torch.equal(answers[1][0][key], value), key
     losses = answers[0][1]
@@ -174,6 +175,25 @@ def test_a_module_used_three_times_and_one_used_never() -> None:
             engine.step(torch.randn(4, 32), torch.randint(8, (4,)))
         states.append(dict(engine.iter_state()))
     assert all(torch.equal(states[0][key], value) for key, value in states[1].items())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.05, momentum=0.9), AdamW(lr=0.01, weight_decay=0.3)])
+def test_a_layer_that_is_used_now_and_then_misses_nothing(accumulate: int, optimizer: SGD | AdamW) -> None:
+    """What came for it waits until it is asked for, or the next comes; and a micro-batch without it does not hold it up."""
+    states = []
+    for exchange in (Sparse(**EVERYTHING), Dense()):
+        torch.manual_seed(0)
+        engine = Engine(
+            jobs.Sometimes(), optimizer=optimizer, memory=Memory(device="1GiB"), device="cpu", precision="fp32",
+            exchange=exchange, skip_nonfinite=False, accumulate=accumulate,
+        )  # fmt: skip
+        for step, uses in enumerate([(1, 1), (1, 1), (1, 1), (1, 0), (0, 0), (0, 1), (1, 1), (0, 0), (0, 0), (1, 0), (1, 1)]):
+            torch.manual_seed(step)
+            use = torch.tensor([part for part in uses for _ in range(2)]) if accumulate == 2 else torch.tensor([uses[0]] * 4)
+            engine.step(torch.randn(4, 32), torch.randint(8, (4,)), use)
+        states.append(dict(engine.iter_state()))
+    close(states[0], states[1], 1e-6)
 
 
 def test_micro_batches_of_one_step_are_one_gradient() -> None:

@@ -195,9 +195,10 @@ class Store:
 
     def at_rest(self, layer: int) -> None:
         """Nobody is writing to a layer's home any more."""
-        gate = self.gates.pop(layer, None)
+        gate = self.gates.get(layer)
         if gate is not None:
             gate.wait()
+            self.gates.pop(layer, None)  # not before: who fails here is not to find it open the next time
         self.landed_home(layer)
 
     def landed_home(self, layer: int) -> None:
@@ -296,7 +297,8 @@ class Store:
             self._wanted.remove(layer)
             self._send(layer)
         if layer in self.gates and self.anchored(layer):
-            self.gates.pop(layer).wait()
+            self.gates[layer].wait()
+            self.gates.pop(layer, None)
         for event in self._arriving.pop(layer, []):
             self.lanes.wait(event)
 

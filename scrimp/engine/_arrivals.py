@@ -14,6 +14,7 @@ from scrimp.chunks._store import Store
 from scrimp.chunks._update import Updater
 from scrimp.chunks._worker import Gate
 from scrimp.engine._shares import Share
+from scrimp.errors import RunError
 from scrimp.exchange._arrived import mean_pieces, subtract
 from scrimp.exchange._kept import pieces
 from scrimp.exchange._round import Round
@@ -64,8 +65,9 @@ class Arrivals:
                 store.settled(layer)
 
         if on_device:
-            run = partial(engine.meter.aside, job, max(self._nbytes(came, share) for share in shares))
-            store.gates[layer] = Pending(came.gate(layer), run)  # type: ignore[assignment]
+            store.at_rest(layer)  # what came in a step before, if nobody has asked for the layer since
+            room = partial(engine.meter.aside, nbytes=max(self._nbytes(came, share) for share in shares))
+            store.gates[layer] = Pending(came.gate(layer), job, room)  # type: ignore[assignment]
         else:
             store.gates[layer] = engine.updating.worker.submit(layer, job, [came.gate(layer)])
 
@@ -98,7 +100,7 @@ class Arrivals:
         """What ranks made of their own gradients. Where a gradient `stood`, all of the weight is written anew."""
         optimizer = self.optimizers[share.slot.name]
         decay = float(rate(optimizer, step)) * optimizer.weight_decay if isinstance(optimizer, AdamW) else 0.0
-        if decay:
+        if decay and came.present_anywhere(share.name):  # as torch leaves alone what has no gradient
             piece.master.mul_(1 - decay)  # the same on all ranks, so it need not travel
         rows, bucket, part = came.rows(share.name)
         changed = subtract(piece.master, rows, bucket, part, scale)
@@ -112,15 +114,23 @@ class Arrivals:
 
 
 class Pending:
-    """A gate for what is done by whoever asks for it: what came is applied in the order of the device's own work."""
-
-    def __init__(self, gate: Gate, apply: Callable[[], None]) -> None:
-        self._gate, self._apply = gate, apply
+    """A gate for what is done by whoever asks for it: what came is applied in the order of the device's own work. `make_room` is
+    asked first, and may refuse: then nothing has happened yet, and it can be asked again."""
 
     open = False  # until it was waited for, and then nobody has it any more
 
+    def __init__(self, gate: Gate, apply: Callable[[], None], make_room: Callable[[Callable[[], None]], None]) -> None:
+        self._gate, self._apply, self._make_room = gate, apply, make_room
+        self._begun = False
+
     def wait(self) -> None:
         self._gate.wait()
+        if self._begun:
+            raise RunError("an update that had come from other ranks was applied half-way only; load the last checkpoint")
+        self._make_room(self._run)
+
+    def _run(self) -> None:
+        self._begun = True
         self._apply()
 
     def query(self) -> bool:

@@ -28,6 +28,12 @@ class DenseExchange:
         self._started: set[str] = set()  # updated already
         self._scale: torch.Tensor | None = None
 
+    def meet(self, engine: Engine) -> None:
+        """What ranks say to each other before a step, once, however often it is tried."""
+
+    def check(self) -> None:
+        """Raise what went wrong beside the steps, if something did."""
+
     def begin(self, engine: Engine) -> None:
         self._norms.clear()
         self._started.clear()

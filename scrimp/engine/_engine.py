@@ -186,6 +186,11 @@ class Engine:
         self.updating.check_rates(self.steps)
         key = signature(args, kwargs)
         self.planning.judged = self.must_judge
+        try:
+            share_buffers(self.wire, self.model)
+            self.exchanging.meet(self)
+        except MoveError as error:
+            raise self._named(error) from error
         while True:
             try:
                 plan = self.planning.prepare(key)
@@ -232,7 +237,6 @@ class Engine:
         losses = []
         self._traffic = astuple(self.store.traffic)
         try:
-            share_buffers(self.wire, self.model)
             with running(self, args, kwargs), no_caches(self.model):
                 self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
                 for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, self.accumulate)):
@@ -328,6 +332,7 @@ class Engine:
 
     def check_usable(self) -> None:
         self.updating.check()
+        self.exchanging.check()
         if self.broken is not None:
             raise RunError(
                 f"{self.broken}: some weights are new, some old, some gone; load the last checkpoint: engine.load(folder)"
@@ -341,7 +346,7 @@ class Engine:
         """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state, as far as
         there is room for it."""
         self.residents.abandon()
-        self.planning.homes_back()
+        self.planning.homes_back(for_good=True)
         self.wait()
         self.exchanging.close()
         self.meter.close()

@@ -114,9 +114,12 @@ class Planning:
         plan.choice, plan.replans = None, 0
         return True
 
-    def homes_back(self) -> bool:
-        """Bring homes from the device to the host, as many as there is room for; whether there were any."""
+    def homes_back(self, *, for_good: bool = False) -> bool:
+        """Bring homes from the device to the host, as many as there is room for; whether there were any. Not where other ranks
+        do not know of it, unless it is `for_good`."""
         store, moved = self.store, False
+        if store.sparse and store.ranks.world > 1 and self._homes is not None and not for_good:
+            return False
         room = store.host_room_nbytes
         layers = [k for k, home in enumerate(store.homes) if home.place in (DEVICE, THROUGH)]
         for layer in reversed(layers):  # the last ones first: the first are wanted first
@@ -190,13 +193,14 @@ class Planning:
     def _choose_beside(self, trace: list[Moment], costs: list[LayerCost]) -> tuple[Choice, Way | None]:
         """With residuals that may be kept in several ways: the one with the fastest step; of nearly equals the first."""
         residuals, through = self.residuals, self._through or frozenset()
+        now = [replace(cost, home_nbytes=cost.home_nbytes + self.store.beside_nbytes(k)) for k, cost in enumerate(costs)]
         if residuals is None or len(residuals.ways) == 1 or self._homes is not None:
-            return self._choose(trace, costs, self.rates, through=through), None
+            return self._choose(trace, now, self.rates, through=through), None
         best: tuple[float, Choice, Way] | None = None
         for way in residuals.ways:
             nbytes = [residuals.nbytes(k, way) for k in range(len(costs))]
             beside = [size if way.place == "device" else 0 for size in nbytes]
-            own = [replace(c, home_nbytes=c.home_nbytes - residuals.beside_nbytes(k) + beside[k]) for k, c in enumerate(costs)]
+            own = [replace(cost, home_nbytes=cost.home_nbytes + beside[k]) for k, cost in enumerate(costs)]
             try:
                 choice = self._choose(trace, own, self.rates, through=through)
             except FitError:
@@ -206,7 +210,7 @@ class Planning:
             if best is None or seconds < (1 - WORTH_ROUNDING) * best[0]:
                 best = (seconds, choice, way)
         if best is None:
-            return self._choose(trace, costs, self.rates, through=through), None
+            return self._choose(trace, now, self.rates, through=through), None
         return best[1:]
 
     def _look_again(self, plan: Planned, compute: tuple[float, float]) -> None:
@@ -299,7 +303,7 @@ class Planning:
             costs.append(
                 LayerCost(
                     nbytes=self.store.nbytes(k),
-                    home_nbytes=self.store.device_home_nbytes(k),
+                    home_nbytes=self.store.device_home_nbytes(k) - self.store.beside_nbytes(k),  # which may yet change
                     down_nbytes=trained * self.store.dtype_of(k).itemsize * self.store.accumulate,
                     update_nbytes=int(trained * self.store.optimizer.update_nbytes),
                     kept_nbytes=max(0, int(found[k, 0])),

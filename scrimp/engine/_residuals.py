@@ -57,6 +57,7 @@ class Residuals:
 
     def become(self, way: Way) -> None:
         if way != self.way:
+            self.store.wait()  # the host may still be sending of what is to be moved
             self.way = way
             for layer in range(len(self.shares)):
                 self.settle(layer)

@@ -57,23 +57,35 @@ class SparseExchange:
             and not sparse_pays(sum(share.numel for share in shares), wire.world, density, itemsize, self.pace)
             for shares in self._trained
         ]
+        if store.accumulate > 1 and (any(self._summed) or density == 1):
+            # Micro-batches of what travels whole must be added up somewhere: in a place that is planned for.
+            store.consumed = store.consumed and any(home.place == DEVICE for home in store.homes)
         self.residuals = Residuals(store, settings, wire.rank, self._kept_back())
         store.moved, store.beside_nbytes = self.residuals.settle, self.residuals.beside_nbytes
         self._arrivals = Arrivals(store, optimizers, raw=self._raw)
-        self._comm = Worker("the exchange of gradients")
-        self._close = weakref.finalize(self, self._comm.close)  # at exit too: the thread must not outlive torch
         self._messages = 0
-        self._round: Round | None = None
+        self._hire()
         self._sent: set[int] = set()  # layers whose gradients were used up
         self._sums: dict[str, torch.Tensor] = {}  # of micro-batches, where nothing is kept back
         self._sound: dict[str, torch.Tensor] = {}  # whether all gradients of a parameter were finite, in this step
 
+    def _hire(self) -> None:
+        self._comm = Worker("the exchange of gradients")
+        self._close = weakref.finalize(self, self._comm.close)  # at exit too: the thread must not outlive torch
+        self._round: Round | None = None
+
     # In the order of a step.
 
-    def begin(self, engine: Engine) -> None:
-        self._comm.check()
+    def meet(self, engine: Engine) -> None:
+        """What ranks say to each other before a step, once, however often it is tried."""
         if engine.steps and engine.steps % self.settings.check_every == 0:
             self.compare(engine)
+
+    def check(self) -> None:
+        """Raise what went wrong beside the steps, if something did."""
+        self._comm.check()
+
+    def begin(self, engine: Engine) -> None:
         density = self.settings.density_at(engine.steps)
         plan = plan_buckets(self._members(), density, DTYPES[self.settings.values], self.settings.small)
         self._round = Round(engine.steps, plan, self._wire, self._comm, self._messages)
@@ -89,12 +101,12 @@ class SparseExchange:
         if not self._at_once(layer):
             self.store.land(layer, slot, gradient, first=first)
             return
-        self._sent.add(layer)
         assert self._round is not None
         self._round.open(layer)
         (share,) = (share for share in self._trained[layer] if share.slot is slot)
 
         def take() -> None:
+            self._sent.add(layer)
             piece = replace(share.piece(self.store.direct(layer)), gradient=gradient.reshape(-1))
             self._take(engine, share, piece, first=first, last=engine.last_part)
 
@@ -122,6 +134,8 @@ class SparseExchange:
                 going.done(layer)
             elif layer in landed and layer not in self._sent:
                 self._send(engine, layer)
+            elif layer in landed and self._at_once(layer):
+                self._complete(engine, going, layer)
         here = {share.slot.name for shares in self._trained for share in shares}
         others = [slot for _, slot in engine.in_order() if slot.name not in here]  # of this node, whose count I know all the same
         scale = 1.0
@@ -139,6 +153,20 @@ class SparseExchange:
             if shares:
                 self._arrivals.apply(engine, going, layer, shares, scale)
 
+    def _complete(self, engine: Engine, going: Round, layer: int) -> None:
+        """Of a layer whose gradients were used up as they came: what came with an earlier micro-batch, but not with the last."""
+        data = self.store.direct(layer)
+        for share in self._trained[layer]:
+            if share.slot.name not in engine.landed or share.name in going.present or share.name in going.flagged:
+                continue
+            piece = share.piece(data)
+            if going.part(share.name).whole:
+                none = torch.zeros(share.numel, dtype=piece.weight.dtype, device=piece.weight.device)
+            else:
+                none = torch.zeros((), device=piece.weight.device).expand(share.numel)
+            self._take(engine, share, replace(piece, gradient=none), first=False, last=True)
+        going.done(layer)
+
     def give_up(self) -> None:
         """The step is not made."""
         if self._round is not None:
@@ -151,6 +179,8 @@ class SparseExchange:
 
     def load(self, engine: Engine, files: list[Any]) -> None:
         """From the files of all ranks."""
+        self._close()  # with whatever went wrong in it
+        self._hire()
         gpus = self.store.wire.world
         node, place = divmod(engine.wire.rank, gpus)
         load(self, files[place::gpus], node, engine.wire.world // gpus)

@@ -80,6 +80,7 @@ class Round:
         self._gates = [comm.promise() for _ in plan]
         self._gone = 0  # buckets that have been told to travel
         self.present: set[str] = set()  # on this rank
+        self.flagged: set[str] = set()
 
     # Sending.
 
@@ -125,6 +126,7 @@ class Round:
         row = self._rows[k]
         assert row is not None
         row[part.flag] = flag
+        self.flagged.add(name)
 
     def done(self, layer: int) -> None:
         """All of a layer has been put, or there is nothing of it."""
