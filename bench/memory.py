@@ -25,7 +25,7 @@ from bench.gpu_results import RESULTS, Row, read_rows, same_machine, write_rows
 from bench.gpu_watch import watched
 from bench.machine import machine
 from bench.memory_case import SMALL, Case
-from bench.memory_contenders import CONTENDERS, DGC, SCRIMP, sparse_missing
+from bench.memory_contenders import CONTENDERS, DGC, SCRIMP
 from bench.memory_page import key_of, summary, tables
 
 Point = tuple[str, str, Case]  # part, contender, case
@@ -78,9 +78,6 @@ def waves(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def measure(part: str, name: str, case: Case, rows: dict[str, Row], search_seconds: float, seconds: float) -> Row:
-    why = sparse_missing() if name == SCRIMP else CONTENDERS[name].missing()
-    if why is not None:
-        return {"skipped": why}
     given: dict[str, int | None] = {}
     if part == "batch" or name == SCRIMP:
         given["peak_nbytes"] = rows.get(key_of("step", DGC, case), {}).get("peak_nbytes")

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 import scrimp
 from bench.dgc import Dgc
 from bench.memory_case import DENSITY, Case
-from bench.network_contenders import CONTENDERS as NETWORK
-from bench.network_contenders import FP16, FP32, POWER
+from bench.network_contenders import BY_DDP, FP16, FP32, POWER
 
 PLAIN, DGC, SCRIMP = "SGD alone, no exchange", "DGC layout", "scrimp"
 ROOM_NBYTES = 1 << 30  # no cap is less, where none is asked for: allocators have segments
@@ -38,22 +37,11 @@ class Contender:
     ddp: bool = False
     sparse: Mapping[str, str] | None = field(default=None)
 
-    def missing(self) -> str | None:
-        return None if self.sparse is None else sparse_missing()
 
-
-def sparse_missing() -> str | None:
-    """Why there is no sparse exchange in the engine, where there is none."""
-    try:
-        _ = scrimp.Sparse  # type: ignore[attr-defined]
-    except (AttributeError, ImportError) as error:
-        return f"not there yet: {error}"
-    return None
-
-
-def by_torch(built: Callable[[Case], tuple[nn.Module, Optimizer]], case: Case) -> Training:
+def by_torch(make: Callable[[Any], nn.Module], case: Case) -> Training:
     """Gradients go after every step, as is torch's own custom."""
-    model, optimizer = built(case)
+    model = make(case)
+    optimizer = SGD(model.parameters(), case.rate, case.momentum)
 
     def step(*batch: Tensor) -> Tensor:
         loss: Tensor = model(*_there(case, batch))
@@ -88,7 +76,7 @@ def by_scrimp(
     accumulate: int = 1,
 ) -> Training:
     """Without a budget there is room for everything several times over: what is off the device is there because it was asked."""
-    exchange = {} if sparse is None else {"exchange": scrimp.Sparse(density=DENSITY, **sparse)}  # type: ignore[attr-defined]
+    exchange = {} if sparse is None else {"exchange": scrimp.Sparse(density=DENSITY, **sparse)}  # type: ignore[arg-type]
     engine = scrimp.Engine(
         case.model("meta"),
         optimizer=scrimp.SGD(lr=case.rate, momentum=case.momentum),
@@ -107,14 +95,8 @@ def _there(case: Case, batch: tuple[Tensor, ...]) -> list[Tensor]:
     return [each.to(case.device, case.dtype if each.is_floating_point() else each.dtype, copy=True) for each in batch]
 
 
-def _sgd(case: Case) -> tuple[nn.Module, Optimizer]:
-    model = case.model()
-    return model, SGD(model.parameters(), case.rate, case.momentum)
-
-
-def _ddp(case: Case) -> tuple[nn.Module, Optimizer]:
-    model = DistributedDataParallel(case.model())
-    return model, SGD(model.parameters(), case.rate, case.momentum)
+def _ddp(case: Case) -> nn.Module:
+    return DistributedDataParallel(case.model())
 
 
 def _sparse(most: float, residual: str, place: str) -> Contender:
@@ -123,11 +105,11 @@ def _sparse(most: float, residual: str, place: str) -> Contender:
 
 
 CONTENDERS = {  # all of the three DDPs of the network's benchmark have gradients that are views of buckets
-    PLAIN: Contender(build=partial(by_torch, _sgd)),
+    PLAIN: Contender(build=partial(by_torch, Case.model)),
     "DDP": Contender(build=partial(by_torch, _ddp), ddp=True),
-    "DDP, bucket view": Contender(build=partial(by_torch, NETWORK[FP32].build), ddp=True),
-    "DDP, bucket view, fp16": Contender(build=partial(by_torch, NETWORK[FP16].build), ddp=True),
-    "DDP, bucket view, PowerSGD rank 1": Contender(build=partial(by_torch, NETWORK[POWER].build), ddp=True),
+    "DDP, bucket view": Contender(build=partial(by_torch, BY_DDP[FP32]), ddp=True),
+    "DDP, bucket view, fp16": Contender(build=partial(by_torch, BY_DDP[FP16]), ddp=True),
+    "DDP, bucket view, PowerSGD rank 1": Contender(build=partial(by_torch, BY_DDP[POWER]), ddp=True),
     DGC: Contender(build=by_dgc),
     "scrimp, dense": Contender(build=partial(by_scrimp, sparse=None)),
     "scrimp, fp32 residual": _sparse(1.15, "fp32", "device"),

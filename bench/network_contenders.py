@@ -50,8 +50,10 @@ def all_reduced(case: Case, nbytes: float) -> float:
     return 2 * (case.ranks - 1) / case.ranks * nbytes
 
 
-def _by_ddp(model: DistributedDataParallel, rate: float, momentum: float = 0.0) -> Training:
-    optimizer = SGD(model.parameters(), rate, momentum)
+def _by_ddp(make: Callable[[Case], DistributedDataParallel], case: Case, momentum: float | None = None) -> Training:
+    """`momentum`: the optimizer's, if it is not the case's."""
+    model = make(case)
+    optimizer = SGD(model.parameters(), case.rate, case.momentum if momentum is None else momentum)
 
     def step(inputs: Tensor, labels: Tensor) -> Tensor:
         loss = cross_entropy(model(inputs), labels)
@@ -63,18 +65,17 @@ def _by_ddp(model: DistributedDataParallel, rate: float, momentum: float = 0.0) 
     return Training(step=step, weights=lambda: model.module.state_dict())
 
 
-def _fp32(case: Case) -> Training:
-    model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
-    return _by_ddp(model, case.rate, case.momentum)
+def _fp32(case: Case) -> DistributedDataParallel:
+    return DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
 
 
-def _fp16(case: Case) -> Training:
-    model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
+def _fp16(case: Case) -> DistributedDataParallel:
+    model = _fp32(case)
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return _by_ddp(model, case.rate, case.momentum)
+    return model
 
 
-def _power(case: Case) -> Training:
+def _power(case: Case) -> DistributedDataParallel:
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True, bucket_cap_mb=ONE_BUCKET_MB)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
 
@@ -84,7 +85,7 @@ def _power(case: Case) -> Training:
         return powerSGD_hook.powerSGD_hook(state, bucket)
 
     model.register_comm_hook(state, hook)
-    return _by_ddp(model, case.rate, case.momentum)
+    return model
 
 
 def _power_nbytes(case: Case) -> float:
@@ -93,11 +94,12 @@ def _power_nbytes(case: Case) -> float:
     return all_reduced(case, 4 * sum(sizes))
 
 
-def _sparse(case: Case) -> Training:
-    model = DistributedDataParallel(case.model(), gradient_as_bucket_view=True)
+def _sparse(case: Case) -> DistributedDataParallel:
+    """The momentum is in the state."""
+    model = _fp32(case)
     state = ddp.SparseState(model, density=DENSITY, momentum=case.momentum)
     model.register_comm_hook(state, ddp.sparse_hook)
-    return _by_ddp(model, case.rate)  # the momentum is in the state
+    return model
 
 
 class _WithLoss(nn.Module):
@@ -139,11 +141,12 @@ def _elements(case: Case) -> int:
     return sum(map(prod, case.shapes()))
 
 
+BY_DDP = {FP32: _fp32, FP16: _fp16, POWER: _power}  # models, of any case
 CONTENDERS = {
-    FP32: Contender(build=_fp32, nbytes=lambda case: all_reduced(case, 4 * _elements(case)), whole=True),
-    FP16: Contender(build=_fp16, nbytes=lambda case: all_reduced(case, 2 * _elements(case)), whole=True),
-    POWER: Contender(build=_power, nbytes=_power_nbytes, whole=False),
-    SPARSE: Contender(build=_sparse, nbytes=_sparse_nbytes, whole=False),
+    FP32: Contender(build=partial(_by_ddp, _fp32), nbytes=lambda case: all_reduced(case, 4 * _elements(case)), whole=True),
+    FP16: Contender(build=partial(_by_ddp, _fp16), nbytes=lambda case: all_reduced(case, 2 * _elements(case)), whole=True),
+    POWER: Contender(build=partial(_by_ddp, _power), nbytes=_power_nbytes, whole=False),
+    SPARSE: Contender(build=partial(_by_ddp, _sparse, momentum=0.0), nbytes=_sparse_nbytes, whole=False),
     ENGINE: Contender(build=partial(_engine, exchange=scrimp.Sparse(density=DENSITY)), nbytes=_gathered_nbytes, whole=False),
     ENGINE_DENSE: Contender(build=partial(_engine, exchange=scrimp.Dense()), nbytes=None, whole=True),
 }

@@ -20,7 +20,7 @@ from torch import nn
 from bench import memory, memory_page, memory_run
 from bench.dgc import Dgc, largest
 from bench.memory_case import DENSITY, Case
-from bench.memory_contenders import CONTENDERS, DGC, PLAIN, SCRIMP, sparse_missing
+from bench.memory_contenders import DGC, PLAIN, SCRIMP
 from bench.memory_meter import CudaPeak, most_mapped
 from bench.memory_page import key_of, lower, page, tables, times_weights
 from bench.memory_run import dgc_peak, trial
@@ -285,19 +285,19 @@ def test_waves_know_what_they_need() -> None:
         assert places["step", DGC, model] < places["batch", DGC, model] < places["batch", SCRIMP, model]
 
 
-def test_nothing_is_compared_with_a_row_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "sparse_missing", lambda: None)
+def test_nothing_is_compared_with_a_row_that_is_not_there() -> None:
     case = Case(model_name="vgg16", small=True, precision="bf16", batch=32)
     for part, name in [("step", SCRIMP), ("batch", DGC), ("batch", SCRIMP)]:
         assert "are missing" in memory.measure(part, name, case, {}, 1, 1)["skipped"]
 
 
-def test_the_engine_takes_part_once_it_can() -> None:
-    """Without sparse exchange its rows say so; with it they are measured."""
-    missing = sparse_missing()
-    assert missing is None or "Sparse" in missing
-    assert CONTENDERS["scrimp, int8 residual"].missing() == missing
-    assert CONTENDERS["scrimp, dense"].missing() is None
+@pytest.mark.parametrize("name", ["DDP, bucket view", "DDP, bucket view, PowerSGD rank 1", "scrimp, int8 residual"])
+def test_contenders_train(name: str, tmp_path: Path) -> None:
+    """In a process of its own, as they are measured."""
+    row = memory.measure("exchange", name, Case(small=True, layers=2, steps=3), {}, 1, 120)
+    assert "failed" not in row, row
+    assert row["losses"][-1] < row["losses"][0]
+    assert row["peak_nbytes"] > 0
 
 
 def test_a_whole_step_of_the_dense_engine_within_a_budget() -> None:
