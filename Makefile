@@ -62,6 +62,8 @@ bench-move: $(BENCH_READY)
 
 bench-gpu: $(READY)
 	$(BIN)/python -m bench.gpu
+	$(BIN)/python -m bench.selection
+	$(BIN)/python -m bench.selection_step
 
 bench-network: $(READY)
 	$(BIN)/python -m bench.network
