@@ -64,6 +64,8 @@ class SparseExchange:
         store.moved, store.beside_nbytes = self.residuals.settle, self.residuals.beside_nbytes
         self._arrivals = Arrivals(store, optimizers, raw=self._raw)
         self._messages = 0
+        apart = store.device.type == "cuda" and wire.world > 1
+        self._stream = torch.cuda.Stream(store.device) if apart else None  # type: ignore[no-untyped-call]
         self._hire()
         self._sent: set[int] = set()  # layers whose gradients were used up
         self._sums: dict[str, torch.Tensor] = {}  # of micro-batches, where nothing is kept back
@@ -88,7 +90,7 @@ class SparseExchange:
     def begin(self, engine: Engine) -> None:
         density = self.settings.density_at(engine.steps)
         plan = plan_buckets(self._members(), density, DTYPES[self.settings.values], self.settings.small)
-        self._round = Round(engine.steps, plan, self._wire, self._comm, self._messages)
+        self._round = Round(engine.steps, plan, self._wire, self._comm, self._messages, self._stream)
         self._sent, self._sums, self._sound = set(), {}, {}
 
     @property

@@ -8,7 +8,8 @@ same everywhere, and one thread makes them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,10 +63,15 @@ def plan_buckets(
 
 class Round:
     def __init__(
-        self, step: int, plan: Sequence[tuple[tuple[int, ...], torch.device, Bucket]], wire: Wire, comm: Worker, number: int
-    ) -> None:
-        """`number`: of the first message, counted over the whole run."""
+        self, step: int, plan: Sequence[tuple[tuple[int, ...], torch.device, Bucket]], wire: Wire, comm: Worker, number: int,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:  # fmt: skip
+        """`number`: of the first message, counted over the whole run. `stream`: of the exchange alone, where rows are on a GPU:
+        behind other work it would wait for that, and with it the other ranks."""
         self.step = step
+        self._stream = stream
+        self._put: list[list[torch.cuda.Event]] = [[] for _ in plan]  # when what is to travel is there
+        self._arrived: list[torch.cuda.Event | None] = [None] * len(plan)
         self.buckets = [bucket for _, _, bucket in plan]
         self._devices = [device for _, device, _ in plan]
         self._wire, self._comm, self._number = wire, comm, number
@@ -133,6 +139,8 @@ class Round:
         k = self._of_layer[layer]
         self.open(layer)
         with self._lock:
+            if self._devices[k].type == "cuda":
+                self._put[k].append(torch.cuda.current_stream(self._devices[k]).record_event())
             self._missing[k].discard(layer)
             while self._gone < len(self.buckets) and not self._missing[self._gone]:
                 self._comm.submit(self._number + self._gone, partial(self._travel, self._gone))
@@ -141,10 +149,31 @@ class Round:
     def _travel(self, k: int) -> None:
         if self._wire.world > 1:  # else there is nobody to tell
             try:
-                self._exchange(k)
+                with self._apart(k):
+                    self._exchange(k)
             except MoveError as error:
                 raise RunError(f"step {self.step}, gradients of {self._named(k)}: {error}") from error
         self._comm.keep(self._gates[k])
+
+    @contextmanager
+    def _apart(self, k: int) -> Iterator[None]:
+        """On the exchange's stream, after what is to travel; whoever uses what came waits for it."""
+        if self._stream is None or self._devices[k].type != "cuda":
+            yield
+            return
+        for event in self._put[k]:
+            self._stream.wait_event(event)
+        with torch.cuda.device(self._devices[k]), torch.cuda.stream(self._stream):
+            yield
+        for tensor in (self._rows[k], self._heads[k]):
+            if tensor is not None:
+                tensor.record_stream(self._stream)
+        self._arrived[k] = self._stream.record_event()
+
+    def _await(self, k: int) -> None:
+        event = self._arrived[k]
+        if event is not None:
+            torch.cuda.current_stream(self._devices[k]).wait_event(event)
 
     def _exchange(self, k: int) -> None:
         row, heads, bucket = self._rows[k], self._heads[k], self.buckets[k]
@@ -186,6 +215,7 @@ class Round:
         k, part = self._where[name]
         came = self._came[k]
         assert came is not None
+        self._await(k)
         return came, self.buckets[k], part
 
     def mine(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,6 +231,7 @@ class Round:
             return name in self.present
         k, part = self._where[name]
         if self._flags[k] is None:
+            self._await(k)
             heads, flags = self._heads[k], [part.flag for part in self.buckets[k].parts]
             assert heads is not None
             self._flags[k] = (heads[:, flags[0] : flags[-1] + 1] == PRESENT).any(0).tolist()
@@ -210,13 +241,14 @@ class Round:
 
     def bad(self) -> tuple[str, int] | None:
         """The first parameter whose gradient is not finite, and the rank that found that."""
-        for bucket, heads in zip(self.buckets, self._heads, strict=True):
+        for k, (bucket, heads) in enumerate(zip(self.buckets, self._heads, strict=True)):
             assert heads is not None
+            self._await(k)
             first, last = bucket.parts[0].flag, bucket.parts[-1].flag + 1
             found = (heads[:, first:last] == NOT_FINITE).nonzero()
             if found.numel():
-                rank, k = found[0].tolist()
-                return bucket.parts[k].name, rank
+                rank, at = found[0].tolist()
+                return bucket.parts[at].name, rank
         return None
 
     @property
