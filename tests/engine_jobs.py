@@ -154,7 +154,7 @@ def fault(kind: str) -> str:
             if rank == 1:
                 if kind == "dead":
                     os._exit(9)
-                time.sleep(20)
+                time.sleep(8)
             engine.step(*batch)
     except RunError as error:
         return str(error)
