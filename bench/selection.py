@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from bench.machine import machine
-from scrimp.exchange._bucket import Bucket, average, plan_bucket
+from scrimp.exchange._arrived import average
+from scrimp.exchange._bucket import Bucket, plan_bucket
 from scrimp.exchange._packet import pack, unpack
 from scrimp.exchange._select import select, take
 from scrimp.exchange._select_fused import FusedExchange, fused, scratch_nbytes, why_not

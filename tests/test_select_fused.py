@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from scrimp.exchange import _select_fused
-from scrimp.exchange._bucket import average, plan_bucket
+from scrimp.exchange._arrived import average
+from scrimp.exchange._bucket import plan_bucket
 from scrimp.exchange._cut import COLUMNS, Cut, cut
 from scrimp.exchange._packet import pack, packet_nbytes, unpack
 from scrimp.exchange._select import select, take

@@ -10,11 +10,9 @@ there.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from scrimp.chunks import _codec, _torch_fused
 from scrimp.chunks._codec import Coder, coder_numel, fields, seed
 from scrimp.chunks._home import Piece
 from scrimp.chunks._optim import SGD, AdamW, Optimizer
+from scrimp.chunks._settle import kernel_or_reason, triton_at_hand
 
 BLOCK, WARPS = 1024, 8  # four numbers a thread: 16 bytes of fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,20 +139,16 @@ def why_not(device: torch.device, wanted: frozenset[Kind]) -> str | None:
 
 @cache
 def _settled(device: torch.device, wanted: frozenset[Kind]) -> Fused | str:
-    if os.environ.get("SCRIMP_FUSED") == "0":
-        return "SCRIMP_FUSED is 0"
+    return kernel_or_reason("SCRIMP_FUSED", partial(_made, device, wanted))
+
+
+def _made(device: torch.device, wanted: frozenset[Kind]) -> Fused | str:
     if device.type != "cuda":
         return "it is for CUDA devices"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Triton, about itself
-            kernel = Fused(_kernels())
-            wrong = [kind for kind in wanted if not _tried(kernel, device, kind)]
-        return f"it is not within one ulp of torch {torch.__version__} for {wrong[0]}" if wrong else kernel
-    except ImportError as error:
-        return f"no Triton: {error}"
-    except Exception as error:  # training goes on without it, whatever it was
-        return f"{type(error).__name__}: {error}"
+    with triton_at_hand():
+        kernel = Fused(_kernels())
+        wrong = [kind for kind in wanted if not _tried(kernel, device, kind)]
+    return f"it is not within one ulp of torch {torch.__version__} for {wrong[0]}" if wrong else kernel
 
 
 def _kernels() -> Any:

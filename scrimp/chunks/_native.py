@@ -6,7 +6,6 @@ It is used where it could be built and where a trial gives the bits of torch's o
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 
 from scrimp.chunks._codec import fields, seed
-from scrimp.chunks._native_build import NoKernelError, load
+from scrimp.chunks._native_build import load
+from scrimp.chunks._settle import kernel_or_reason
 
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LEVELS = ("no vectors", "AVX2", "AVX-512")
@@ -171,20 +171,17 @@ def why_not() -> str | None:
 
 @cache
 def _settled() -> Native | str:
-    if os.environ.get("SCRIMP_NATIVE") == "0":
-        return "SCRIMP_NATIVE is 0"
-    try:
-        library, compiler = load()
-        library.scrimp_adamw.argtypes, library.scrimp_adamw.restype = _ADAMW, None
-        library.scrimp_adamw_coded.argtypes, library.scrimp_adamw_coded.restype = _CODED, None
-        library.scrimp_sgd.argtypes, library.scrimp_sgd.restype = _SGD, None
-        level = min(library.scrimp_level(), _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), 2))
-        kernel = Native(library, compiler, level)
-        return kernel if _tried(kernel) else f"its bits are not those of torch {torch.__version__}"
-    except NoKernelError as error:
-        return str(error)
-    except Exception as error:  # training goes on without it, whatever it was
-        return f"{type(error).__name__}: {error}"
+    return kernel_or_reason("SCRIMP_NATIVE", _made)
+
+
+def _made() -> Native | str:
+    library, compiler = load()
+    library.scrimp_adamw.argtypes, library.scrimp_adamw.restype = _ADAMW, None
+    library.scrimp_adamw_coded.argtypes, library.scrimp_adamw_coded.restype = _CODED, None
+    library.scrimp_sgd.argtypes, library.scrimp_sgd.restype = _SGD, None
+    level = min(library.scrimp_level(), _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), 2))
+    kernel = Native(library, compiler, level)
+    return kernel if _tried(kernel) else f"its bits are not those of torch {torch.__version__}"
 
 
 def _tried(kernel: Native) -> bool:

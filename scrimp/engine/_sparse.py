@@ -48,6 +48,7 @@ class SparseExchange:
     def __init__(self, settings: Sparse, store: Store, optimizers: dict[str, Optimizer], wire: Wire) -> None:
         self.settings, self.store, self.optimizers = settings, store, optimizers
         self._trained = shares_of(store)
+        self._here = {share.slot.name for shares in self._trained for share in shares}  # others in this node have the others
         self._wire = wire
         itemsize, density = DTYPES[settings.values].itemsize, settings.density
         self.pace = measure_pace(wire, store.device, density) if settings.choose and density < 1 else None
@@ -89,7 +90,7 @@ class SparseExchange:
 
     def begin(self, engine: Engine) -> None:
         density = self.settings.density_at(engine.steps)
-        plan = plan_buckets(self._members(), density, DTYPES[self.settings.values], self.settings.small)
+        plan = plan_buckets((*self._members(),), density, DTYPES[self.settings.values], self.settings.small)
         self._round = Round(engine.steps, plan, self._wire, self._comm, self._messages, self._stream)
         self._sent, self._sums, self._sound = set(), {}, {}
 
@@ -138,8 +139,7 @@ class SparseExchange:
                 self._send(engine, layer)
             elif layer in landed and self._at_once(layer):
                 self._complete(engine, going, layer)
-        here = {share.slot.name for shares in self._trained for share in shares}
-        others = [slot for _, slot in engine.in_order() if slot.name not in here]  # of this node, whose count I know all the same
+        others = [slot for _, slot in engine.in_order() if slot.name not in self._here]  # whose count I know all the same
         scale = 1.0
         if engine.must_judge:
             going.wait()
@@ -162,10 +162,7 @@ class SparseExchange:
             if share.slot.name not in engine.landed or share.name in going.present or share.name in going.flagged:
                 continue
             piece = share.piece(data)
-            if going.part(share.name).whole:
-                none = torch.zeros(share.numel, dtype=piece.weight.dtype, device=piece.weight.device)
-            else:
-                none = torch.zeros((), device=piece.weight.device).expand(share.numel)
+            none = torch.zeros_like(piece.weight)
             self._take(engine, share, replace(piece, gradient=none), first=False, last=True)
         going.done(layer)
 
@@ -200,7 +197,7 @@ class SparseExchange:
         """What sending takes on the device at most, if all homes are there: rows that go and come, and what looking through a
         piece takes."""
         settings, world = self.settings, self._wire.world
-        plan = plan_buckets(self._members(), settings.density_at(0), DTYPES[settings.values], settings.small)
+        plan = plan_buckets((*self._members(),), settings.density_at(0), DTYPES[settings.values], settings.small)
         rows = sum(bucket.nbytes for _, _, bucket in plan) * (1 if world == 1 else 1 + world)
         largest = max((share.numel for shares in self._trained for share in shares), default=0)
         return rows + LOOKING_NBYTES * self._looked_at(largest)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +30,11 @@ def tensors(exchange: SparseExchange, rank: int) -> Iterator[Named]:
     for layer, share in exchange.kept_back():
         rest = exchange.residuals.of(share.name)
         for key, tensor in rest.tensors.items():
-            yield f"{PREFIX}residual.{key}.{share.name}", tensor.dtype, tuple(tensor.shape), partial(_on_host, tensor)
+            yield f"{PREFIX}residual.{key}.{share.name}", tensor.dtype, tuple(tensor.shape), tensor.cpu
         if rank:
             piece = share.piece(exchange.store.direct(layer))
             for k, state in enumerate(piece.states):
-                yield f"{PREFIX}state-{k}.{share.name}", state.dtype, tuple(state.shape), partial(_on_host, state)
+                yield f"{PREFIX}state-{k}.{share.name}", state.dtype, tuple(state.shape), state.cpu
 
 
 def is_sparse(files: list[Any]) -> bool:
@@ -93,7 +92,3 @@ def _kind(file: Any, name: str) -> str:
         return "int8"
     dtype = file.get_slice(f"{PREFIX}residual.values.{name}").get_dtype()
     return {"F32": "fp32", "BF16": "bf16"}.get(dtype, KINDS[0])
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu()

@@ -5,11 +5,11 @@ Rank after rank, so that all replicas have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from scrimp.exchange._bucket import Bucket, Part
+from scrimp.exchange._bucket import Bucket, Part, misplaced
 from scrimp.exchange._cut import COLUMNS
 from scrimp.exchange._kept import pieces
 from scrimp.exchange._packet import unpack
@@ -39,6 +39,19 @@ def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tupl
             first, last = _entries(part, span)
             mean.index_add_(0, positions[first:last] - span.start, values[first:last].float(), alpha=1 / world)
         yield span, mean
+
+
+def average(rows: torch.Tensor, bucket: Bucket, target: Callable[[Part], torch.Tensor]) -> str | None:
+    """The mean onto flat fp32 targets. What is wrong with what came, if something is."""
+    for rank, row in enumerate(rows):
+        trouble = misplaced(row, bucket)
+        if trouble is not None:
+            return f"rank {rank} sent {trouble}"
+    for part in bucket.parts:
+        into = target(part)
+        for span, mean in mean_pieces(rows, bucket, part):
+            into[span].add_(mean)
+    return None
 
 
 def _values(row: torch.Tensor, bucket: Bucket, part: Part) -> tuple[torch.Tensor | None, torch.Tensor]:

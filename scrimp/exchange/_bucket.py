@@ -9,17 +9,17 @@ part says whether anything was put there: a rank that found no gradient, or one 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from scrimp.exchange._cut import Cut, cut
-from scrimp.exchange._packet import BORDER, pack, packet_nbytes, unpack, wrong
+from scrimp.exchange._packet import BORDER, pack, packet_nbytes, wrong
 
-HEADER, FIELDS = 32, 4  # bytes, of so many numbers: size, step, whether something is not finite, checksum
+HEADER = 32  # bytes, of four numbers: size, step, whether something is not finite, checksum
 SMALL = 4096  # elements: smaller tensors travel whole
-ABSENT, PRESENT, NOT_FINITE = 0, 1, 2  # what a part's byte says
+PRESENT, NOT_FINITE = 1, 2  # what a part's byte says; 0: nothing was put there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,22 +105,11 @@ def all_finite(rows: torch.Tensor) -> bool:
     return not bool(rows[:, :HEADER].view(torch.int64)[:, 2].any())
 
 
-def average(rows: torch.Tensor, bucket: Bucket, target: Callable[[Part], torch.Tensor]) -> str | None:
-    """The mean over the ranks into flat fp32 targets that hold zeros, rank after rank, so that all replicas have the same
-    bits. What is wrong with what came, if something is."""
-    world = rows.shape[0]
+def misplaced(row: torch.Tensor, bucket: Bucket) -> str | None:
+    """An entry of a row that no rank would send, in words."""
     for part in bucket.parts:
-        into = target(part)
-        for rank in range(world):
-            here = rows[rank, part.start : part.stop]
-            if part.how is None:
-                values = here[: part.numel * bucket.dtype.itemsize].view(bucket.dtype)
-                into.add_(values.float(), alpha=1 / world)
-                continue
-            positions, values = unpack(here, part.how, bucket.dtype)
-            if wrong(here, part.how, bucket.dtype):
-                return f"rank {rank} sent a place beyond the {part.numel} elements of {part.name}"
-            into.index_add_(0, positions, values.float(), alpha=1 / world)
+        if part.how is not None and wrong(row[part.start : part.stop], part.how, bucket.dtype):
+            return f"a place beyond the {part.numel} elements of {part.name}"
     return None
 
 

@@ -8,7 +8,6 @@ magnitudes the first in a row are sent, where torch's choice is open; positions 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 
 from scrimp.chunks._native import KINDS, LEVELS
-from scrimp.chunks._native_build import NoKernelError, load
+from scrimp.chunks._native_build import load
+from scrimp.chunks._settle import kernel_or_reason
 from scrimp.exchange._cut import COLUMNS, Cut, cut
 
 SOURCE = Path(__file__).with_name("_native_select.c")
@@ -126,17 +126,14 @@ def why_not() -> str | None:
 
 @cache
 def _settled() -> NativeSelect | str:
-    if os.environ.get("SCRIMP_NATIVE") == "0":
-        return "SCRIMP_NATIVE is 0"
-    try:
-        library, compiler = load(SOURCE)
-        library.scrimp_kept.argtypes, library.scrimp_kept.restype = _KEPT, None
-        kernel = NativeSelect(library, compiler, library.scrimp_level())
-        return kernel if _tried(kernel) else f"it does not find what torch {torch.__version__} finds"
-    except NoKernelError as error:
-        return str(error)
-    except Exception as error:  # training goes on without it, whatever it was
-        return f"{type(error).__name__}: {error}"
+    return kernel_or_reason("SCRIMP_NATIVE", _made)
+
+
+def _made() -> NativeSelect | str:
+    library, compiler = load(SOURCE)
+    library.scrimp_kept.argtypes, library.scrimp_kept.restype = _KEPT, None
+    kernel = NativeSelect(library, compiler, library.scrimp_level())
+    return kernel if _tried(kernel) else f"it does not find what torch {torch.__version__} finds"
 
 
 def _tried(kernel: NativeSelect) -> bool:

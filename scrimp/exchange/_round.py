@@ -8,18 +8,18 @@ same everywhere, and one thread makes them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
 from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Gate, Worker
 from scrimp.errors import MoveError, RunError
-from scrimp.exchange._bucket import NOT_FINITE, PRESENT, Bucket, Part, complaint, plan_bucket, put, seal
-from scrimp.exchange._packet import unpack, wrong
+from scrimp.exchange._bucket import NOT_FINITE, PRESENT, Bucket, Part, complaint, misplaced, plan_bucket, put, seal
+from scrimp.exchange._packet import unpack
 
 BUCKET_NBYTES = 64 << 10  # a few milliseconds of a slow network: more would not travel beside backward
 
@@ -34,9 +34,10 @@ class Member:
     summed: bool = False
 
 
+@lru_cache(maxsize=4)  # it is asked for in every step, and mostly the same
 def plan_buckets(
-    members: Iterable[Member], density: float, dtype: torch.dtype, small: int, nbytes: int = BUCKET_NBYTES
-) -> list[tuple[tuple[int, ...], torch.device, Bucket]]:
+    members: tuple[Member, ...], density: float, dtype: torch.dtype, small: int, nbytes: int = BUCKET_NBYTES
+) -> tuple[tuple[tuple[int, ...], torch.device, Bucket], ...]:
     """Layers, device and bucket of each message, from members in the order of backward."""
     found: list[tuple[tuple[int, ...], torch.device, Bucket]] = []
     group: list[Member] = []
@@ -58,7 +59,7 @@ def plan_buckets(
         if bucket_of(group).nbytes >= nbytes:
             close()
     close()
-    return found
+    return tuple(found)
 
 
 class Round:
@@ -183,18 +184,14 @@ class Round:
         seal(sent, self.step)
         self._wire.gather(sent, heads.view(-1))
         for rank in range(self._wire.world):
-            trouble = complaint(heads[rank], self.step) or self._misplaced(k, heads[rank])
+            trouble = complaint(heads[rank], self.step)
+            if trouble is None and (place := misplaced(heads[rank], bucket)):
+                trouble = f"has {place}"
             if trouble is not None:
                 raise RunError(f"step {self.step}, gradients of {self._named(k)}: the packet of rank {rank} {trouble}")
         if bucket.summed:
             values = row[bucket.head_nbytes :].view(bucket.dtype)
             values.copy_(self._wire.sum(values.div_(self._wire.world)))
-
-    def _misplaced(self, k: int, row: torch.Tensor) -> str | None:
-        for part in self.buckets[k].parts:
-            if part.how is not None and wrong(row[part.start : part.stop], part.how, self.buckets[k].dtype):
-                return f"has a place beyond the {part.numel} elements of {part.name}"
-        return None
 
     def _named(self, k: int) -> str:
         parts = self.buckets[k].parts
@@ -250,11 +247,6 @@ class Round:
                 rank, at = found[0].tolist()
                 return bucket.parts[at].name, rank
         return None
-
-    @property
-    def nbytes(self) -> int:
-        """What this rank sends."""
-        return sum(bucket.nbytes for bucket in self.buckets)
 
     def give_up(self) -> None:
         """The step is not made, and nothing has travelled: whoever waits need wait no more."""

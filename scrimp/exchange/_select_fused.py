@@ -8,14 +8,13 @@ Of equal magnitudes the first in a row are sent, where torch's choice is open; p
 
 from __future__ import annotations
 
-import os
-import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from scrimp.chunks._settle import kernel_or_reason, triton_at_hand
 from scrimp.exchange._cut import COLUMNS, Cut, cut
 from scrimp.exchange._packet import packet_nbytes, parts, unpack
 
@@ -130,21 +129,17 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cache
 def _settled(device: torch.device, dtype: torch.dtype) -> FusedExchange | str:
-    if os.environ.get("SCRIMP_FUSED") == "0":
-        return "SCRIMP_FUSED is 0"
+    return kernel_or_reason("SCRIMP_FUSED", partial(_made, device, dtype))
+
+
+def _made(device: torch.device, dtype: torch.dtype) -> FusedExchange | str:
     if device.type != "cuda":
         return "it is for CUDA devices"
-    try:
-        if torch.cuda.get_device_capability(device) < CAPABILITY:
-            return f"it is for devices of capability {CAPABILITY[0]}.{CAPABILITY[1]} or more"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Triton, about itself
-            kernel = FusedExchange(_kernels())
-            return kernel if _tried(kernel, device, dtype) else f"its bits are not those of torch {torch.__version__} for {dtype}"
-    except ImportError as error:
-        return f"no Triton: {error}"
-    except Exception as error:  # training goes on without it, whatever it was
-        return f"{type(error).__name__}: {error}"
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        return f"it is for devices of capability {CAPABILITY[0]}.{CAPABILITY[1]} or more"
+    with triton_at_hand():
+        kernel = FusedExchange(_kernels())
+        return kernel if _tried(kernel, device, dtype) else f"its bits are not those of torch {torch.__version__} for {dtype}"
 
 
 def _kernels() -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scrimp.chunks._store import DTYPES
 from scrimp.errors import RunError
 from scrimp.exchange._bucket import SMALL
 from scrimp.exchange._residual import KINDS
 
-VALUES = ("bf16", "fp16", "fp32")
+VALUES = (*DTYPES,)
 PLACES = ("device", "host")
 AUTO = "auto"
 OF = ("update", "gradient")

@@ -17,7 +17,8 @@ from torch import nn
 
 from scrimp.chunks._store import DTYPES as VALUES
 from scrimp.errors import RunError
-from scrimp.exchange._bucket import Bucket, all_finite, average, complaint, plan_bucket, put, seal
+from scrimp.exchange._arrived import average
+from scrimp.exchange._bucket import Bucket, all_finite, complaint, plan_bucket, put, seal
 from scrimp.exchange._kept import Kept, Momentum
 from scrimp.exchange._residual import residual as make_residual
 from scrimp.exchange._select import select
