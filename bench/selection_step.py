@@ -25,7 +25,8 @@ from bench.machine import machine
 from bench.memory_case import DENSITY, Case
 from scrimp.exchange._bucket import Bucket, Part
 from scrimp.exchange._cut import Cut
-from scrimp.exchange._kept import Kept
+from scrimp.exchange._kept import Kept, Momentum
+from scrimp.exchange._select_fused import fused
 
 OURS, DGC = "scrimp's selection", "DGC's selection"
 TARGET = 1.12  # times as fast
@@ -37,9 +38,14 @@ def send_as_dgc(
     self: Kept, packet: torch.Tensor, gradient: torch.Tensor, how: Cut, dtype: torch.dtype, lr: float, count: int = 1, *,
     first: bool = True, sound: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    self.add(gradient, lr, first=first, sound=sound)
     (rest,), (u,) = self.rest.tensors.values(), self.states
-    rest.add_(u, alpha=lr)
+    assert isinstance(self.rule, Momentum)
+    kernel = fused(rest.device, dtype)
+    if kernel is not None:  # what comes before the selection is the same for both
+        kernel.accumulate(gradient, u, rest, carry=self.rule.momentum, whole=True, rate=lr, sound=sound)
+    else:
+        self.add(gradient, lr, first=first, sound=sound)
+        rest.add_(u, alpha=lr)
     positions = largest(rest, density=DENSITY, sample=0.01)
     values = rest[positions]
     rest.index_fill_(0, positions, 0)
@@ -47,10 +53,13 @@ def send_as_dgc(
     SENT[packet.data_ptr()] = (positions, values)
 
 
-def subtract_as_dgc(master: torch.Tensor, rows: torch.Tensor, bucket: Bucket, part: Part, scale: float) -> list[torch.Tensor]:
+def subtract_as_dgc(
+    master: torch.Tensor, rows: torch.Tensor, bucket: Bucket, part: Part, scale: float, weight: torch.Tensor | None = None
+) -> None:
     positions, values = SENT.pop(rows[0, part.start : part.stop].data_ptr())
     master.index_add_(0, positions, values, alpha=-scale)
-    return [positions]
+    if weight is not None:
+        weight[positions] = master[positions].to(weight.dtype)
 
 
 def seconds(name: str, case: Case, budget: str, recompute: str) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -129,9 +130,14 @@ def assert_applies(kernel: FusedExchange, world: int, dtype: torch.dtype, device
 
     def apply() -> list[torch.Tensor]:
         mine = [torch.zeros(part.numel, device=device) for part in bucket.parts]
+        weights = [each.to(dtype) for each in mine]
         for rank, row in enumerate(rows.to(device)):
             for index, part in enumerate(bucket.parts):
-                kernel.apply(row[part.start : part.stop], part.how, dtype, mine[index], 1 / world, wrong[index, rank])
+                packet = row[part.start : part.stop]
+                kernel.apply(packet, part.how, dtype, mine[index], 1 / world, wrong[index, rank], weight=weights[index])
+        for master, weight in zip(mine, weights, strict=True):
+            cut_off = 0.0 if device.type == "cuda" else 2**-7  # the interpreter does not round to bf16
+            torch.testing.assert_close(weight, master.to(dtype), rtol=cut_off, atol=0)
         return mine
 
     for part, mine in zip(bucket.parts, apply(), strict=True):
@@ -262,8 +268,8 @@ class TestInterpreted:
         for name, change in (("send", lambda *given: given[2][:1].add_(1)), ("apply", lambda *given: given[3][-1:].add_(1))):
             right = getattr(FusedExchange, name)
 
-            def changed(*given: Any, right: Any = right, change: Any = change) -> None:
-                right(*given)
+            def changed(*given: Any, right: Any = right, change: Any = change, **named: Any) -> None:
+                right(*given, **named)
                 change(*given[1:])
 
             with monkeypatch.context() as patch:
@@ -313,7 +319,9 @@ class TestOnAGpu:
         values, momentum = torch.randn(how.numel, device=device), torch.zeros(how.numel, device=device)
         packet = torch.empty(packet_nbytes(how, kernel[1]), dtype=torch.uint8, device=device)
         wrong = torch.zeros(1, dtype=torch.int32, device=device)
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             kernel[0].accumulate(values, momentum, values, carry=0.9, whole=True)
             kernel[0].send(values, how, packet, kernel[1], momentum)

@@ -103,14 +103,10 @@ class Arrivals:
         if decay and came.present_anywhere(share.name):  # as torch leaves alone what has no gradient
             piece.master.mul_(1 - decay)  # the same on all ranks, so it need not travel
         rows, bucket, part = came.rows(share.name)
-        changed = subtract(piece.master, rows, bucket, part, scale)
-        if own_master:
-            return
-        if decay or stood:
+        anew = bool(decay) or stood
+        subtract(piece.master, rows, bucket, part, scale, None if own_master or anew else piece.weight)
+        if anew and not own_master:
             piece.weight.copy_(piece.master)
-            return
-        for positions in changed:
-            piece.weight[positions] = piece.master[positions].to(piece.weight.dtype)
 
 
 class Pending:

@@ -30,7 +30,6 @@ from scrimp.engine._shares import Share, shares_of
 from scrimp.engine._sparse_state import load, tensors
 from scrimp.engine._updating import restore_all
 from scrimp.errors import RunError
-from scrimp.exchange._bucket import NOT_FINITE, PRESENT
 from scrimp.exchange._choice import measure_pace, sparse_pays
 from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule, pieces
 from scrimp.exchange._round import Member, Round, plan_buckets
@@ -271,7 +270,7 @@ class SparseExchange:
         part, gradient, dtype = going.part(share.name), piece.gradient, going.dtype(share.name)
         sound = self._judge(share.name, gradient, first=first)
         if gradient.device == CPU and not bool(sound):  # elsewhere the host would have to wait to know
-            going.flag(share.name, NOT_FINITE)
+            going.judged(share.name, sound)
             return
         if part.whole:
             if not first:
@@ -280,7 +279,7 @@ class SparseExchange:
                 self._sums[share.name] = gradient.float()
             if last:
                 positions = None if part.how is None else select(gradient, part.how)
-                going.put(share.name, positions, torch.where(sound, gradient.to(dtype), 0))
+                going.put(share.name, positions, gradient.to(dtype).masked_fill(~sound, 0))
                 self._sums.pop(share.name, None)
         else:
             kept, optimizer = self._kept(share, piece), self.optimizers[share.slot.name]
@@ -295,14 +294,15 @@ class SparseExchange:
             else:
                 kept.add(gradient, lr, first=first, sound=flag)
         if last and gradient.device != CPU:
-            going.flag(share.name, torch.where(sound, PRESENT, NOT_FINITE))
+            going.judged(share.name, sound)
 
     def _judge(self, name: str, gradient: torch.Tensor, *, first: bool) -> torch.Tensor:
         """Whether it is finite, and the step's micro-batches before it were."""
         if gradient.device == CPU:  # a sum is quick, and finite unless something is wrong, or nearly
             sound = torch.tensor(isfinite(gradient.sum()) or bool(torch.isfinite(gradient).all()))
         else:
-            sound = torch.isfinite(torch.linalg.vector_norm(gradient, torch.inf)) if gradient.numel() else torch.tensor(True)
+            some = gradient if gradient.numel() else gradient.new_zeros(1)  # none at all have no largest
+            sound = torch.isfinite(torch.linalg.vector_norm(some, torch.inf))
         self._sound[name] = sound if first else sound & self._sound[name]
         return self._sound[name]
 

@@ -13,17 +13,24 @@ from scrimp.exchange._bucket import Bucket, Part, misplaced
 from scrimp.exchange._cut import COLUMNS
 from scrimp.exchange._kept import pieces
 from scrimp.exchange._packet import unpack
+from scrimp.exchange._select_fused import fused
 
 
-def subtract(master: torch.Tensor, rows: torch.Tensor, bucket: Bucket, part: Part, scale: float) -> list[torch.Tensor]:
-    """The mean of what the ranks sent, times `scale`; the positions that have changed."""
+def subtract(
+    master: torch.Tensor, rows: torch.Tensor, bucket: Bucket, part: Part, scale: float, weight: torch.Tensor | None = None
+) -> None:
+    """The mean of what the ranks sent, times `scale`; `weight` is written where it has changed."""
     assert part.how is not None
-    changed, world = [], rows.shape[0]
+    kernel, world = fused(master.device, bucket.dtype), rows.shape[0]
     for rank in range(world):
-        positions, values = unpack(rows[rank, part.start : part.stop], part.how, bucket.dtype)
+        packet = rows[rank, part.start : part.stop]
+        if kernel is not None:
+            kernel.apply(packet, part.how, bucket.dtype, master, -scale / world, weight=weight)
+            continue
+        positions, values = unpack(packet, part.how, bucket.dtype)
         master.index_add_(0, positions, values.float(), alpha=-scale / world)
-        changed.append(positions)
-    return changed
+        if weight is not None:
+            weight[positions] = master[positions].to(weight.dtype)
 
 
 def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tuple[slice, torch.Tensor]]:

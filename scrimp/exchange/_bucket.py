@@ -73,7 +73,7 @@ def plan_bucket(
 
 def put(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: torch.Tensor) -> None:
     """A part's entries, or all of its values."""
-    row[part.flag] = PRESENT
+    row[part.flag].fill_(PRESENT)  # a number that is set is copied, and on a GPU waited for
     here = row[part.start : part.stop]
     if part.how is None:
         here[: part.numel * values.element_size()].view(values.dtype).copy_(values)

@@ -27,7 +27,7 @@ from scrimp.exchange._select import select, take
 from scrimp.exchange._select_fused import fused
 
 ROWS = 4  # that are looked at together on the host, 1 MiB in fp32, whatever the parameter's size
-CUDA_ROWS = 32  # enough to keep a device busy
+CUDA_ROWS = 16  # enough to keep a device busy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Kept:
                 continue
             fresh = fresh.float()
             if sound is not None:
-                fresh = torch.where(sound, fresh, 0.0)
+                fresh = fresh.masked_fill(~sound, 0.0)
             if first:
                 self.rule.carry(states)
             self.rule.add(states, fresh)

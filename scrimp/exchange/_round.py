@@ -123,16 +123,16 @@ class Round:
         k, part = self._where[name]
         row = self._rows[k]
         assert row is not None
-        row[part.flag] = PRESENT
+        row[part.flag].fill_(PRESENT)
         self.present.add(name)
         return row[part.start : part.stop]
 
-    def flag(self, name: str, flag: torch.Tensor | int) -> None:
-        """What is to be said of a parameter, instead of that it is there."""
+    def judged(self, name: str, sound: torch.Tensor) -> None:
+        """Whether a parameter's gradient was finite, to be said instead of that it is there; nothing waits to know."""
         k, part = self._where[name]
         row = self._rows[k]
         assert row is not None
-        row[part.flag] = flag
+        row[part.flag].fill_(NOT_FINITE).masked_fill_(sound, PRESENT)
         self.flagged.add(name)
 
     def done(self, layer: int) -> None:

@@ -86,19 +86,24 @@ class FusedExchange:
             )  # fmt: skip
 
     def apply(
-        self, packet: torch.Tensor, how: Cut, dtype: torch.dtype, into: torch.Tensor, share: float, wrong: torch.Tensor
-    ) -> None:
-        """`share` times one rank's packet onto a flat fp32 tensor. `wrong`, an int32 number there, becomes 1 if a place lies
-        beyond it, as no rank would send it: that entry is left out."""
+        self, packet: torch.Tensor, how: Cut, dtype: torch.dtype, into: torch.Tensor, share: float,
+        wrong: torch.Tensor | None = None, *, weight: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`share` times one rank's packet onto a flat fp32 tensor, and what has changed into `weight` too. `wrong`, an int32
+        number there, becomes 1 if a place lies beyond it, as no rank would send it: that entry is left out."""
         _check(into, numel=how.numel)
         _check_as(into, packet, (torch.uint8,), packet_nbytes(how, dtype))
-        _check_as(into, wrong, (torch.int32,), 1)
+        if wrong is not None:
+            _check_as(into, wrong, (torch.int32,), 1)
+        if weight is not None:
+            _check_as(into, weight, DTYPES, how.numel)
         if not how.entries:
             return
         places, sent = parts(packet, how, dtype)
         with torch.cuda.device_of(into):  # type: ignore[no-untyped-call]
             self.kernels.apply[(-(-how.entries // BLOCK),)](
-                places, sent, into, wrong, how.numel, how.per_row, how.entries, float(share), columns=COLUMNS, block=BLOCK,
+                places, sent, into, into if weight is None else weight, into if wrong is None else wrong, how.numel, how.per_row,
+                how.entries, float(share), written=weight is not None, told=wrong is not None, columns=COLUMNS, block=BLOCK,
                 num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -171,6 +176,10 @@ def _tried(kernel: FusedExchange, device: torch.device, dtype: torch.dtype) -> b
     places, values = unpack(packet, how, dtype)
     mean, mine, wrong = torch.zeros_like(v), torch.zeros_like(v), torch.zeros(1, dtype=torch.int32, device=device)
     mean[positions] = sent.float() * 0.25
-    kernel.apply(packet, how, dtype, mine, 0.25, wrong)
-    pairs = ((mine_u, u), (mine_v, v), (places, positions), (values, sent), (mine, mean), (wrong, torch.zeros_like(wrong)))
+    weight = torch.zeros_like(mine, dtype=dtype)
+    kernel.apply(packet, how, dtype, mine, 0.25, wrong, weight=weight)
+    pairs = (
+        (mine_u, u), (mine_v, v), (places, positions), (values, sent), (mine, mean), (weight, mean.to(dtype)),
+        (wrong, torch.zeros_like(wrong)),
+    )  # fmt: skip
     return all(torch.equal(got, want) for got, want in pairs)

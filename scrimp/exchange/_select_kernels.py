@@ -187,23 +187,31 @@ def apply(
     places,
     sent,
     into,
+    weight,
     wrong,
     numel: tl.int64,
     per_row: tl.int64,
     entries: tl.int64,
     share: tl.float32,
+    written: tl.constexpr,
+    told: tl.constexpr,
     columns: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One rank's packet, in which no place comes twice. A place beyond the parameter is left out, and said in `wrong`."""
+    """One rank's packet, in which no place comes twice. A place beyond the parameter is left out, and `told` in `wrong`; what
+    has changed is `written` to the weight too."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     there = at < entries
     place = tl.load(places + at, there, other=0).to(tl.int32) & 0xFFFF
     position = tl.minimum(at // per_row, numel // columns) * columns + place
     inside = there & (position < numel)
     value = tl.load(sent + at, inside, other=0.0).to(tl.float32)
-    tl.store(into + position, tl.load(into + position, inside, other=0.0) + value * share, inside)
-    tl.store(wrong + place * 0, tl.full((block,), 1, tl.int32), there & (position >= numel))
+    sum = tl.load(into + position, inside, other=0.0) + value * share
+    tl.store(into + position, sum, inside)
+    if written:
+        tl.store(weight + position, sum.to(weight.dtype.element_ty), inside)
+    if told:
+        tl.store(wrong + place * 0, tl.full((block,), 1, tl.int32), there & (position >= numel))
 
 
 @triton.jit(do_not_specialize=["numel"])
