@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failed: set[str] = set()
         for point in points_on(args.device, section):
             for name in point.contenders:
-                if args.contender and name not in args.contender:
+                if (args.contender and name not in args.contender) or (args.cap and point.case.cap not in args.cap):
                     continue
                 key = key_of(name, point.case)
                 late = time.monotonic() - start > args.budget
@@ -98,6 +98,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", choices=[*SECTIONS], action="append", help="several may be given; without any, all")
     parser.add_argument("--contender", choices=[*CONTENDERS], action="append", help="these alone")
+    parser.add_argument("--cap", action="append", help="these alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=240, help="at most, for one contender at one point")
     parser.add_argument("--budget", type=float, default=math.inf, help="start nothing more after so many seconds")

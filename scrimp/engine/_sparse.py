@@ -302,7 +302,7 @@ class SparseExchange:
             sound = torch.tensor(isfinite(gradient.sum()) or bool(torch.isfinite(gradient).all()))
         else:
             some = gradient if gradient.numel() else gradient.new_zeros(1)  # none at all have no largest
-            sound = torch.isfinite(torch.linalg.vector_norm(some, torch.inf))
+            sound = torch.linalg.vector_norm(some, torch.inf) < torch.inf
         self._sound[name] = sound if first else sound & self._sound[name]
         return self._sound[name]
 

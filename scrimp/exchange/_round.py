@@ -140,20 +140,22 @@ class Round:
         k = self._of_layer[layer]
         self.open(layer)
         with self._lock:
-            if self._devices[k].type == "cuda":
+            if self._stream is not None and self._devices[k].type == "cuda":
                 self._put[k].append(torch.cuda.current_stream(self._devices[k]).record_event())
             self._missing[k].discard(layer)
             while self._gone < len(self.buckets) and not self._missing[self._gone]:
-                self._comm.submit(self._number + self._gone, partial(self._travel, self._gone))
+                if self._wire.world == 1:  # there is nobody to tell, and a thread that is woken holds up this one
+                    self._comm.keep(self._gates[self._gone])
+                else:
+                    self._comm.submit(self._number + self._gone, partial(self._travel, self._gone))
                 self._gone += 1
 
     def _travel(self, k: int) -> None:
-        if self._wire.world > 1:  # else there is nobody to tell
-            try:
-                with self._apart(k):
-                    self._exchange(k)
-            except MoveError as error:
-                raise RunError(f"step {self.step}, gradients of {self._named(k)}: {error}") from error
+        try:
+            with self._apart(k):
+                self._exchange(k)
+        except MoveError as error:
+            raise RunError(f"step {self.step}, gradients of {self._named(k)}: {error}") from error
         self._comm.keep(self._gates[k])
 
     @contextmanager
