@@ -25,8 +25,9 @@ from bench.netns import counters, missing, network
 from bench.netns_ranks import RanksError, run_ranks
 from bench.network_case import Case
 from bench.network_contenders import CONTENDERS
-from bench.network_results import LINE, key_of, row_of, summary, table, usable
+from bench.network_results import LINE, key_of, row_of, steps_to, summary, table, usable
 
+RATES, TUNED_AT = (0.005, 0.01, 0.02, 0.03, 0.04), 1000  # rates of learning, and Mbit/s of the links meanwhile
 LINE_S = 2.0  # for so long a plain socket sends
 
 
@@ -39,19 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = machine()
     args.results.mkdir(parents=True, exist_ok=True)
     rows = usable(read_rows([args.results]), args.commit, here)
-    base = Case(
-        mbit=1, **{name: value for name, value in vars(args).items() if name in ("batch", "steps", "ranks", "width", "rate")}
-    )
+    base = Case(mbit=1, **{name: value for name, value in vars(args).items() if name in ("batch", "steps", "ranks", "width")})
+    if args.tune:
+        tune(replace(base, mbit=TUNED_AT), args)
+        return 0
     cases = [replace(base, mbit=mbit) for mbit in args.mbit or (200, 1000)]
     for turn in range(args.rounds):
         for case in cases:
             for name in [*([LINE] if turn == 0 else []), *(args.contender or CONTENDERS)]:
-                key = key_of(name, case, turn)
+                own = case if name == LINE else replace(case, rate=args.rate or CONTENDERS[name].rate)
+                key = key_of(name, own, turn)
                 if key in rows:
                     continue
-                about = {"contender": name, "case": asdict(case), "round": turn, "commit": args.commit, "machine": here}
+                about = {"contender": name, "case": asdict(own), "round": turn, "commit": args.commit, "machine": here}
                 about["when"], before = datetime.now(UTC).isoformat(timespec="seconds"), Spent.now()
-                rows[key] = {**about, **measure(name, case, args.seconds)}
+                rows[key] = {**about, **measure(name, own, args.seconds)}
                 rows[key]["others"] = Spent.now().by_others(before, os.cpu_count() or 1)
                 write_rows(args.results, args.commit, rows.values())
                 print(f"{case.mbit} Mbit/s, round {turn}, {name}: {summary(rows[key])}", flush=True)
@@ -60,6 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (args.results / f"{args.commit}.md").write_text(f"# make bench-network\n\n{facts}\n{tables}")
     print(f"\n{tables}")
     return int(any(row.get("wrong") or "failed" in row for row in rows.values()))
+
+
+def tune(case: Case, args: argparse.Namespace) -> None:
+    """The steps that each contender takes to the loss with each rate of learning: the network has no part in that."""
+    for name in args.contender or CONTENDERS:
+        for rate in [args.rate] if args.rate else RATES:
+            row = measure(name, replace(case, rate=rate), args.seconds)
+            found = summary(row) if "failed" in row else f"{steps_to(case.target, row) or 'never'}, of {len(row['losses'])} steps"
+            print(f"{name}, rate {rate:g}: {found}", flush=True)
 
 
 def measure(name: str, case: Case, seconds: float) -> Row:
@@ -110,7 +122,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=Case.ranks)
     parser.add_argument("--batch", type=int, default=Case.batch, help="of one rank")
     parser.add_argument("--width", type=int, default=Case.width, help="of the model's layers")
-    parser.add_argument("--rate", type=float, default=Case.rate, help="of learning, for everybody")
+    parser.add_argument("--rate", type=float, help="of learning, for everybody; else each has its own")
+    parser.add_argument("--tune", action="store_true", help="steps to the loss by rate of learning, and nothing else")
     parser.add_argument("--steps", type=int, default=Case.steps, help="timed ones, of who sends gradients whole")
     parser.add_argument("--seconds", type=float, default=300, help="at most, for one contender's turn")
     parser.add_argument("--results", type=Path, default=RESULTS / "network", help="the folder to write to")

@@ -11,21 +11,22 @@ from torch import Tensor, nn
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """An MLP that tells noisy vectors apart. `batch`: of one rank. `steps`: timed ones of who sends every gradient whole;
-    who sends little takes `longer` times as many, for it may need more of them to the same loss, `target`."""
+    who sends little takes `longer` times as many, for it may need more of them to the same loss, `target`. `rate`: of
+    learning, each contender's own (`python -m bench.network --tune`)."""
 
     mbit: int
     ranks: int = 4
     layers: int = 5
     width: int = 1024
-    classes: int = 10
+    classes: int = 100
     noise: float = 5.0
     batch: int = 64
     warm_up: int = 5
-    steps: int = 40
-    longer: int = 3
-    rate: float = 0.01
+    steps: int = 115
+    longer: int = 2
+    rate: float = 0.03
     momentum: float = 0.9
-    target: float = 0.5
+    target: float = 1.0
     seed: int = 0
 
     def shapes(self) -> list[tuple[int, ...]]:

@@ -40,6 +40,7 @@ class Contender:
     build: Callable[[Case], Training]
     nbytes: Callable[[Case], float] | None
     whole: bool  # sends every gradient whole, so its steps are long and no more of them are needed
+    rate: float = Case.rate  # of those that --tune tries, the one that takes it to the loss in the fewest steps
 
     def steps(self, case: Case) -> int:
         return case.steps if self.whole else case.steps * case.longer

@@ -23,7 +23,7 @@ LEAST, MOST, SLACK = 0.98, 1.08, 16 << 10  # of what theory says a step sends; a
 SMOOTH = 5  # steps over which a loss is averaged before it is compared with the target
 LINE = "plain socket"
 COLUMNS = ["contender", "ms/step", "spread", "times as fast", "MB sent", "of theory", "last loss", "s to the loss"]
-COLUMNS += ["times as fast", "resident"]
+COLUMNS += ["times as fast", "rate of learning", "resident"]
 
 
 def key_of(contender: str, case: Case, turn: int) -> str:
@@ -83,11 +83,14 @@ def wrong(row: Row, case: Case) -> list[str]:
 
 def seconds_to(target: float, row: Row) -> float | None:
     """From the first step's start until the smoothed loss is there, the warm-up counted; None if it never is."""
+    steps = steps_to(target, row)
+    return None if steps is None else float(row["ends"][steps - 1])
+
+
+def steps_to(target: float, row: Row) -> int | None:
+    """The same in steps."""
     losses = row["losses"]
-    for step in range(SMOOTH, len(losses) + 1):
-        if fmean(losses[step - SMOOTH : step]) <= target:
-            return float(row["ends"][step - 1])
-    return None
+    return next((k for k in range(SMOOTH, len(losses) + 1) if fmean(losses[k - SMOOTH : k]) <= target), None)
 
 
 def summary(row: Row) -> str:
@@ -101,7 +104,7 @@ def summary(row: Row) -> str:
 
 def table(case: Case, rows: Iterable[Row]) -> str:
     """All rounds of each contender together, beside DDP in fp32."""
-    mine = [row for row in rows if row["case"] == asdict(case)]
+    mine = [row for row in rows if {**row["case"], "rate": case.rate} == asdict(case)]  # whatever their rates
     lines = [f"{title(case)}:", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     base = _figures(case, [row for row in mine if row["contender"] == FP32 and "seconds" in row])
     for name in CONTENDERS:
@@ -140,6 +143,7 @@ def _figures(case: Case, rows: Sequence[Row]) -> dict[str, Any]:
         "theory": rows[0]["theory"] / len(rows[0]["seconds"]) if rows[0]["theory"] is not None else None,
         "loss": fmean(rows[0]["losses"][-SMOOTH:]),
         "reached": None if None in reached else median(second for second in reached if second is not None),
+        "rate": rows[0]["case"]["rate"],
         "resident": max(nbytes for row in rows for nbytes in row["resident_nbytes"]),
     }
 
@@ -155,5 +159,6 @@ def _cells(figures: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
         f"{figures['loss']:.3f}",
         "never" if reached is None else f"{reached:.2f}",
         f"{base['reached'] / reached:.2f}" if reached and base and base["reached"] else "",
+        f"{figures['rate']:g}",
         f"{figures['resident'] / 2**20:.0f} MiB",
     ]
