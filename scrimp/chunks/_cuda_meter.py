@@ -25,7 +25,7 @@ class CudaMeter:
 
     def __init__(self, ledger: Ledger, budget_nbytes: int, device: torch.device) -> None:
         grow_segments()
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.device = device
         self._budget_nbytes = budget_nbytes

@@ -1,0 +1,1 @@
+"""A model and an example batch -> what training it computes, in layers."""

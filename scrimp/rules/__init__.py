@@ -1,0 +1,1 @@
+"""How each operator may be split over a mesh, and the proof."""
