@@ -51,7 +51,8 @@ class Arrivals:
             data = store.direct(layer)
             whole = [share for share in shares if came.rows(share.name)[2].whole or self._raw]
             there = {share.slot.name for share in whole if came.present_anywhere(share.name)}
-            for name in sorted(there):
+            ahead = {share.slot.name for share in shares if share not in whole}  # counted when they were sent
+            for name in sorted(there - ahead):
                 counts[name] = counts.get(name, 0) + 1
             for share in shares:
                 piece = share.piece(data)

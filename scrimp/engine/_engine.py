@@ -89,7 +89,7 @@ class Engine:
         chunk_numel: int = DEFAULT_CHUNK,
     ) -> None:
         validate(model, optimizer, memory, precision, accumulate, recompute, clip_norm)
-        check_exchange(exchange, optimizer or AdamW(), precision)
+        check_exchange(exchange, optimizer or AdamW(), precision, memory)
         self.model = model
         self.optimizer = optimizer or AdamW()
         self.precision = precision
@@ -118,6 +118,7 @@ class Engine:
             accumulate=accumulate,
             world=sharing.world,
             ranks_here=here,
+            residual=exchange.least_residual if isinstance(exchange, Sparse) and exchange.density < 1 else None,
         )
         self.store = Store(
             table,

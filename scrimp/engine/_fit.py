@@ -11,20 +11,24 @@ from scrimp.chunks._store import DTYPES
 from scrimp.chunks._table import ChunkTable, LayerSpace
 from scrimp.engine._memory import Budget
 from scrimp.errors import FitError
+from scrimp.exchange._residual import residual_nbytes
 from scrimp.ledger import format_nbytes
 
 
 def first_places(
-    table: ChunkTable, budget: Budget, *, precision: str, optimizer: Optimizer, accumulate: int, world: int, ranks_here: int
-) -> list[str]:
+    table: ChunkTable, budget: Budget, *, precision: str, optimizer: Optimizer, accumulate: int, world: int, ranks_here: int,
+    residual: str | None = None,
+) -> list[str]:  # fmt: skip
     """Where each layer's home is at first: on the host; if that is full, with its masters and states on disk, last layers
-    first; without a disk on the device, first layers first, which leaves room for one more layer at least."""
+    first; without a disk on the device, first layers first, which leaves room for one more layer at least. `residual`: what a
+    sparse exchange keeps of each layer on the host."""
     dtypes = [torch.float32 if layer.wide else DTYPES[precision] for layer in table.layers]
     _fits_device(table, budget, dtypes)
     shards = Shards(table=table, world=world, rank=0)
     rows = [sizes(shards, k, dtype, optimizer.fields, accumulate) for k, dtype in enumerate(dtypes)]
     room = budget.host_nbytes // ranks_here
-    total = sum(sum(row) for row in rows)
+    kept = [residual_nbytes(residual, shards.trained_numel(k)) if residual else 0 for k in range(len(rows))]
+    total = sum(sum(row) for row in rows) + sum(kept)
     places = [HOST] * len(rows)
     if total <= room:
         return places
@@ -42,18 +46,19 @@ def first_places(
         there = budget.plan_nbytes - max(_needed(table, layer, dtypes) for layer in table.layers)
         for k, row in enumerate(rows):
             # With one rank a home on the device is the layer's own storage.
-            there -= sum(row) + (0 if world == 1 else table.layers[k].numel * dtypes[k].itemsize)
+            there -= sum(row) + kept[k] + (0 if world == 1 else table.layers[k].numel * dtypes[k].itemsize)
             if there < 0:
                 break
-            total -= sum(row)
+            total -= sum(row) + kept[k]
             places[k] = DEVICE
             if total <= room:
                 return places
     weights, gradients, rest = (sum(row[i] for row in rows) for i in range(3))
     smaller = isinstance(optimizer, AdamW) and optimizer.state == "fp32"
     raise FitError(
-        f"model data takes {format_nbytes(weights + gradients + rest)} on this rank's host (weights {format_nbytes(weights)}, "
-        f"gradients {format_nbytes(gradients)}, optimizer {format_nbytes(rest)}), its share of the host budget is "
+        f"model data takes {format_nbytes(weights + gradients + rest + sum(kept))} on this rank's host (weights "
+        f"{format_nbytes(weights)}, gradients {format_nbytes(gradients)}, optimizer {format_nbytes(rest)}"
+        f"{f', residuals {format_nbytes(sum(kept))}' if residual else ''}), its share of the host budget is "
         f"{format_nbytes(room)} ({budget.host_origin}, {ranks_here} ranks here), and the device has no room for the rest: "
         f"{format_nbytes(budget.device_nbytes)} ({budget.device_origin}). "
         + (

@@ -73,6 +73,7 @@ class Residuals:
             for tensor in fresh.tensors.values():
                 self.store.own(tensor)
             if share.name in self._held:
+                self.store.lanes.settle()  # what the device has still to write
                 _carry(fresh, self._held[share.name], share.numel)
             self._held[share.name] = fresh
         books = {"device": self.store.ledger, "host": self.store.books.host}

@@ -41,11 +41,13 @@ def validate(
         raise RunError(f"clip_norm={clip_norm!r} must be more than 0")
 
 
-def check_exchange(exchange: Dense | Sparse | None, optimizer: Optimizer, precision: str) -> None:
+def check_exchange(exchange: Dense | Sparse | None, optimizer: Optimizer, precision: str, memory: Memory | None) -> None:
     if exchange is None or isinstance(exchange, Dense):
         return
     if not isinstance(exchange, Sparse):
         raise RunError(f"exchange={exchange!r}: give scrimp.Dense() or scrimp.Sparse(density=...)")
+    if memory is not None and memory.disk is not None:
+        raise RunError(f"Memory(disk={str(memory.disk)!r}) with Sparse is not possible: moments are read entry by entry")
     if precision == "fp16":
         raise RunError("precision='fp16' with Sparse is not possible: an overflow would be found too late; use 'bf16' or 'fp32'")
     if optimizer.state != "fp32":

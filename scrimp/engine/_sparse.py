@@ -173,10 +173,12 @@ class SparseExchange:
     def saved(self, engine: Engine) -> Iterable[Named]:
         """What a checkpoint must have besides the store."""
         self.store.wait()
+        self.store.lanes.settle()  # residuals on the host are written by the device
         return tensors(self, engine.wire.rank // self.store.wire.world)
 
     def load(self, engine: Engine, files: list[Any]) -> None:
         """From the files of all ranks."""
+        self.store.lanes.settle()
         self._close()  # with whatever went wrong in it
         self._hire()
         gpus = self.store.wire.world

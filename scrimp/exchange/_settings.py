@@ -62,6 +62,11 @@ class Sparse:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
                 raise RunError(f"Sparse({name}={getattr(self, name)!r}) is not possible: a whole number, at least {least}")
 
+    @property
+    def least_residual(self) -> str:
+        """The kind that takes the least memory of those that are allowed."""
+        return KINDS[-1] if self.residual == AUTO else self.residual
+
     def density_at(self, step: int) -> float:
         return density_at(step, self.density, self.warm_up)
 
