@@ -146,8 +146,10 @@ BY_DDP = {FP32: _fp32, FP16: _fp16, POWER: _power}  # models, of any case
 CONTENDERS = {
     FP32: Contender(build=partial(_by_ddp, _fp32), nbytes=lambda case: all_reduced(case, 4 * _elements(case)), whole=True),
     FP16: Contender(build=partial(_by_ddp, _fp16), nbytes=lambda case: all_reduced(case, 2 * _elements(case)), whole=True),
-    POWER: Contender(build=partial(_by_ddp, _power), nbytes=_power_nbytes, whole=False),
-    SPARSE: Contender(build=partial(_by_ddp, _sparse, momentum=0.0), nbytes=_sparse_nbytes, whole=False),
-    ENGINE: Contender(build=partial(_engine, exchange=scrimp.Sparse(density=DENSITY)), nbytes=_gathered_nbytes, whole=False),
+    POWER: Contender(build=partial(_by_ddp, _power), nbytes=_power_nbytes, whole=False, rate=0.01),  # no rate took it there
+    SPARSE: Contender(build=partial(_by_ddp, _sparse, momentum=0.0), nbytes=_sparse_nbytes, whole=False, rate=0.04),
+    ENGINE: Contender(
+        build=partial(_engine, exchange=scrimp.Sparse(density=DENSITY)), nbytes=_gathered_nbytes, whole=False, rate=0.04
+    ),
     ENGINE_DENSE: Contender(build=partial(_engine, exchange=scrimp.Dense()), nbytes=None, whole=True),
 }
