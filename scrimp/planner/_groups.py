@@ -1,0 +1,173 @@
+"""Operators that are split alike, as one choice.
+
+An operator of the forward and those that autograd made of it have the same factors, and are split the same way: that is what
+tensor, data and sequence parallelism have in common. Operators that only follow join the one that makes their input: views, casts
+and element-wise operators, unless what they get may be a part of a sum, which can be completed in more than one way. What
+is left is few choices a layer: products, norms, attention, additions of two branches, the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scrimp.capture._graph import LayerGraph, Op, Value
+from scrimp.planner._atoms import Atoms
+from scrimp.rules._rule import FREE, SUM, WHOLE, Factor, Rule
+
+Dims = tuple[tuple[int, ...], ...]  # of each dim its atoms, by index in the group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """An operator in its group: dims of its tensors in the group's atoms; those that are summed over; what members tell each
+    other inside of it, as (atom, atoms of the tensor that travels, bytes of an element, times)."""
+
+    op: int
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims | None, ...]
+    linear: tuple[frozenset[int], ...]
+    sums: frozenset[int]
+    talks: tuple[tuple[int, tuple[int, ...], int, int], ...]
+
+    @property
+    def atoms(self) -> frozenset[int]:
+        """All that its work is made of."""
+        return frozenset(atom for dims in (*self.inputs, *self.outputs) if dims is not None for dim in dims for atom in dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """`sizes` of its atoms, and which of them `may_split`."""
+
+    name: str
+    members: tuple[Member, ...]
+    sizes: tuple[int, ...]
+    may_split: tuple[bool, ...]
+
+
+def groups_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> tuple[Group, ...]:
+    """In the order of their first operators. `rules`: by operator's name; one without a rule is kept whole."""
+    values = {value.name: value for value in graph.values}
+    of_op = [rules[op.name] or kept_whole(op, values) for op in graph.ops]
+    found: dict[int, list[int]] = {}
+    for index, leader in enumerate(_leaders(graph, of_op)):
+        found.setdefault(leader, []).append(index)
+    return tuple(_group(graph, members, of_op) for members in found.values())
+
+
+def kept_whole(op: Op, values: Mapping[str, Value]) -> Rule:
+    factors: list[Factor] = []
+
+    def dims(name: str) -> tuple[tuple[int, ...], ...]:
+        factors.extend(Factor(size=size, kind=WHOLE) for size in values[name].shape)
+        return tuple((k,) for k in range(len(factors) - len(values[name].shape), len(factors)))
+
+    inputs = tuple(dims(name) for name in op.inputs)
+    outputs = tuple(None if name is None else dims(name) for name in op.outputs)
+    return Rule(factors=tuple(factors), inputs=inputs, outputs=outputs)
+
+
+def follows(rule: Rule) -> bool:
+    """It passes on what it gets, parts of a sum included: a view, a cast."""
+    return len(rule.inputs) == 1 and frozenset({0}) in rule.linear and all(factor.kind == FREE for factor in rule.factors)
+
+
+def _leaders(graph: LayerGraph, rules: Sequence[Rule]) -> list[int]:
+    """Of each operator the first one of its group."""
+    leader = list(range(len(graph.ops)))
+
+    def find(index: int) -> int:
+        while leader[index] != index:
+            index = leader[index]
+        return index
+
+    def join(one: int, other: int) -> None:
+        first, second = sorted((find(one), find(other)))
+        leader[second] = first
+
+    made = {name: k for k, op in enumerate(graph.ops) for name in op.outputs if name is not None}
+    of_cell: dict[int, int] = {}
+    for index, op in enumerate(graph.ops):
+        join(index, of_cell.setdefault(op.cell, index))
+    summed: set[str] = set()  # values that may be parts of a sum
+    users: dict[str, list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        for name in op.inputs:
+            users.setdefault(name, []).append(index)
+    for index, op in enumerate(graph.ops):
+        rule = rules[index]
+        if any(factor.kind == SUM for factor in rule.factors) or (follows(rule) and summed & {*op.inputs}):
+            summed |= {name for name in op.outputs if name is not None}
+        if op.backward:
+            continue  # it is where its forward is
+        sources = [made[name] for name in op.inputs if name in made]
+        if not sources:
+            # A view of a weight is its user's affair, as is what is made of nothing.
+            behind = [
+                user for name in op.outputs if name is not None for user in users.get(name, []) if not graph.ops[user].backward
+            ]
+            if behind and (follows(rule) or not op.inputs):
+                join(index, behind[0])
+            continue
+        if follows(rule) or (
+            all(factor.kind == FREE for factor in rule.factors)
+            and len({find(source) for source in sources}) == 1
+            and not summed & {*op.inputs}
+        ):
+            join(index, sources[0])
+    return [find(index) for index in range(len(graph.ops))]
+
+
+def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule]) -> Group:
+    atoms, seen = Atoms(), {}  # type: ignore[var-annotated]
+    own = {index: [atoms.new(factor.size, whole=factor.kind == WHOLE) for factor in rules[index].factors] for index in indices}
+
+    def see(name: str, dims: Sequence[Sequence[int]]) -> None:
+        for one, other in zip(seen.setdefault(name, dims), dims, strict=True):
+            if one and other:  # a dim of 1 is nobody's
+                atoms.unify(one, other)
+
+    for index in indices:
+        op, rule = graph.ops[index], rules[index]
+        for name, dims in zip(op.inputs, rule.inputs, strict=True):
+            see(name, [[own[index][k] for k in dim] for dim in dims])
+        for result, made in zip(op.outputs, rule.outputs, strict=True):
+            if result is not None and made is not None:
+                see(result, [[own[index][k] for k in dim] for dim in made])
+    numbers = {atom: k for k, atom in enumerate(dict.fromkeys(a for index in indices for a in atoms.of(own[index])))}
+
+    def numbered(index: int, factors: Sequence[int]) -> tuple[int, ...]:
+        return tuple(numbers[atom] for atom in atoms.of(own[index][k] for k in factors))
+
+    members = []
+    for index in indices:
+        rule = rules[index]
+        sums = [k for k, factor in enumerate(rule.factors) if factor.kind == SUM]
+        members.append(
+            Member(
+                op=index,
+                inputs=tuple(tuple(numbered(index, dim) for dim in dims) for dims in rule.inputs),
+                outputs=tuple(None if dims is None else tuple(numbered(index, dim) for dim in dims) for dims in rule.outputs),
+                linear=rule.linear,
+                sums=frozenset(numbered(index, sums)),
+                talks=tuple(
+                    (atom, numbered(index, talk.of), talk.itemsize, talk.times)
+                    for talk in rule.talks
+                    for atom in numbered(index, [talk.factor])
+                ),
+            )
+        )
+    first = graph.ops[_heaviest(graph, indices)]
+    kept = [*numbers]
+    return Group(
+        name=f"{first.where.split(':')[0]}:{first.target.split('.')[1]}",
+        members=tuple(members),
+        sizes=tuple(atoms.size(atom) for atom in kept),
+        may_split=tuple(not atoms.whole(atom) for atom in kept),
+    )
+
+
+def _heaviest(graph: LayerGraph, indices: Sequence[int]) -> int:
+    """The one that a group is named after: most work, in the forward if it has any."""
+    return max(indices, key=lambda index: (not graph.ops[index].backward, graph.ops[index].flops, -index))
