@@ -65,7 +65,7 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Sequence[int | No
     def place(dims: Dims, partial: Sequence[str] = ()) -> Placed:
         return placed([[(group.sizes[atom], axes.get(atom, ())) for atom in dim] for dim in dims], partial)
 
-    made: dict[str, Placed] = {}
+    made: dict[str, Placed] = {}  # as others find it
     now: dict[str, Placed] = {}  # of what was made here, complete once somebody has needed it so
     needed: dict[str, Placed] = {}
     work_seconds = talk_seconds = 0.0
@@ -78,18 +78,18 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Sequence[int | No
                 needed.setdefault(name, place(dims))
             elif partial and not set(partial) <= set(through):
                 talk_seconds += move(now[name], now[name].complete(), _itemsize(values[name]))
-                now[name] = now[name].complete()
+                made[name] = now[name] = now[name].complete()  # and so it is for everybody
         split_over = prod(sizes[axis] for atom in member.atoms for axis in axes.get(atom, ()))
         touched = 0
         for name, dims in zip(op.inputs, member.inputs, strict=True):
             touched += place(dims).numel(sizes) * _itemsize(values[name])
         alone = True  # nothing but views of its inputs
-        for result, dims in zip(op.outputs, member.outputs, strict=True):
-            if result is None or dims is None:
+        for result, of_result in zip(op.outputs, member.outputs, strict=True):
+            if result is None or of_result is None:
                 continue
-            inside = {atom for dim in dims for atom in dim}
-            partial = tuple(axis for atom in member.sums - inside for axis in axes.get(atom, ()))
-            made[result] = now[result] = place(dims, tuple({*partial, *through}))
+            inside = {atom for dim in of_result for atom in dim}
+            summed = {axis for atom in member.sums - inside for axis in axes.get(atom, ())}
+            made[result] = now[result] = place(of_result, (*{*summed, *through},))
             if values[result].storage == result:
                 alone = False
                 touched += now[result].numel(sizes) * _itemsize(values[result])

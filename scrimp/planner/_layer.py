@@ -1,0 +1,89 @@
+"""One class of layers, ready to be planned: who makes each tensor, who needs it and when, and what its groups can choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scrimp.capture._graph import MADE, PARAMETER, LayerGraph, Value
+from scrimp.layout import Mesh
+from scrimp.planner._groups import Group, groups_of
+from scrimp.planner._options import Move, Option, Work, option, splits
+from scrimp.rules._rule import Rule
+
+Span = tuple[int, int]  # the first and the last of some operators, by index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What a group needs of another's, and when: in the forward, in the backward."""
+
+    group: int
+    forward: Span | None
+    backward: Span | None
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(span for span in (self.forward, self.backward) if span is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerModel:
+    """`makers`: the group of each value that is made here. `uses`: by value, of other groups than its maker's. `lives`: of each
+    storage that is made here, from the operator that makes it to the last that reads it or a view of it."""
+
+    graph: LayerGraph
+    groups: tuple[Group, ...]
+    options: tuple[tuple[Option, ...], ...]
+    values: Mapping[str, Value]
+    makers: Mapping[str, int]
+    uses: Mapping[str, tuple[Use, ...]]
+    lives: Mapping[str, Span]
+
+    @property
+    def forward_ops(self) -> int:
+        return sum(1 for op in self.graph.ops if not op.backward)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Parameters that are used here."""
+        return tuple(value.name for value in self.graph.values if value.kind == PARAMETER and value.name in self.uses)
+
+
+def model_of(graph: LayerGraph, rules: Mapping[str, Rule | None], mesh: Mesh, work: Work, move: Move) -> LayerModel:
+    groups = groups_of(graph, rules)
+    values = {value.name: value for value in graph.values}
+    group_of = {member.op: k for k, group in enumerate(groups) for member in group.members}
+    makers = {name: group_of[k] for k, op in enumerate(graph.ops) for name in op.outputs if name is not None}
+    readers: dict[str, list[int]] = {}
+    for k, op in enumerate(graph.ops):
+        for name in dict.fromkeys(op.inputs):
+            readers.setdefault(name, []).append(k)
+    uses: dict[str, tuple[Use, ...]] = {}
+    for name, found in readers.items():
+        by_group: dict[int, list[int]] = {}
+        for k in found:
+            if group_of[k] != makers.get(name):
+                by_group.setdefault(group_of[k], []).append(k)
+        uses[name] = tuple(_use(graph, group, ops) for group, ops in by_group.items())
+    lives: dict[str, Span] = {}
+    for k, op in enumerate(graph.ops):
+        for name in (*op.outputs, *op.inputs):
+            if name is not None and values[values[name].storage].kind == MADE:
+                root = values[name].storage
+                lives[root] = (lives.get(root, (k, k))[0], k)
+    options = tuple(tuple(option(graph, group, mesh, split, work, move) for split in splits(group, mesh)) for group in groups)
+    return LayerModel(
+        graph=graph, groups=groups, options=options, values=values, makers=makers,
+        uses={name: found for name, found in uses.items() if found}, lives=lives,
+    )  # fmt: skip
+
+
+def _use(graph: LayerGraph, group: int, ops: list[int]) -> Use:
+    forward = [k for k in ops if not graph.ops[k].backward]
+    backward = [k for k in ops if graph.ops[k].backward]
+    return Use(
+        group=group,
+        forward=(forward[0], forward[-1]) if forward else None,
+        backward=(backward[0], backward[-1]) if backward else None,
+    )
