@@ -68,9 +68,9 @@ def model_of(graph: LayerGraph, rules: Mapping[str, Rule | None], mesh: Mesh, wo
         uses[name] = tuple(_use(graph, group, ops) for group, ops in by_group.items())
     lives: dict[str, Span] = {}
     for k, op in enumerate(graph.ops):
-        for name in (*op.outputs, *op.inputs):
-            if name is not None and values[values[name].storage].kind == MADE:
-                root = values[name].storage
+        for each in (*op.outputs, *op.inputs):
+            if each is not None and values[values[each].storage].kind == MADE:
+                root = values[each].storage
                 lives[root] = (lives.get(root, (k, k))[0], k)
     options = tuple(tuple(option(graph, group, mesh, split, work, move) for split in splits(group, mesh)) for group in groups)
     return LayerModel(

@@ -1,0 +1,268 @@
+"""From the layers of a model to the planner's problem.
+
+    a node for each group of operators      its options' seconds, and the bytes of what it makes while that lives
+    a node for each group's weights         how they are shared out at rest
+    an edge where a group uses another's    the seconds of moving it there, once in the forward and once in the backward, and
+                                            the bytes of the copy while it is used
+
+What a layer saves for its backward is held by all layers of a group: by the one that is looked at from when it is made to when
+it was last used, by the others all the while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scrimp.capture._graph import Graph
+from scrimp.layout import Mesh
+from scrimp.planner._layer import LayerModel, Use
+from scrimp.planner._moves import Moves
+from scrimp.planner._options import ITEMSIZE, Option
+from scrimp.planner._placed import Placed
+from scrimp.planner._sketch import Numbers, Sketch
+from scrimp.planner._stack import Part
+from scrimp.planner._states import AtRest, Precision, Used, at_rest, levels
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+ACTIVATIONS, TEMPORARIES, BUFFERS = "activations", "temporaries", "buffers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Who uses an output: a part's group, `copies` times over in it, and when."""
+
+    part: int
+    use: Use
+    copies: int
+
+
+class Assembly:
+    """`nodes`: of each part and group; `rest`: of the weights of each part and group."""
+
+    def __init__(self, graph: Graph, parts: Sequence[Part], moves: Moves, precision: Precision, memory_rate: float) -> None:
+        self.graph, self.parts, self.moves = graph, parts, moves
+        self.precision, self.memory_rate = precision, memory_rate
+        self.part_of = {layer: k for k, part in enumerate(parts) for layer in range(part.first, part.first + part.count)}
+        points = sum(len(part.model.graph.ops) for part in parts)
+        self.sketch = Sketch(points)
+        self.nodes: dict[tuple[int, int], int] = {}
+        self.rest: dict[tuple[int, int], int] = {}
+        for k, part in enumerate(parts):
+            for g, group in enumerate(part.model.groups):
+                options = part.model.options[g]
+                path = graph.layers[part.first].path
+                self.nodes[k, g] = self.sketch.node(f"{path}/{group.name}", [words(moves.mesh, o) for o in options])
+                self.sketch.cost(self.nodes[k, g], part.count * np.array([option.seconds for option in options]))
+        self._owners: dict[str, tuple[int, str]] = {}  # of weights in the model: the first part that uses it, and as what
+        for k, part in enumerate(parts):
+            self._inside(k, part)
+            self._borders(k, part)
+            self._weights(k, part)
+
+    # Values that stay in their layer.
+
+    def _inside(self, k: int, part: Part) -> None:
+        model, leaving = part.model, {*part.model.graph.outputs, *(name for _, name in part.model.graph.gradients)}
+        left = {model.values[name].storage for name in leaving}
+        for root, (first, last) in model.lives.items():
+            if root not in left:
+                self._hold(k, root, part.point(first), part.point(last))
+        for name, uses in model.uses.items():
+            if name in model.makers and name not in leaving:
+                for use in uses:
+                    self._moved(k, name, k, use, name, part.count)
+
+    def _hold(self, k: int, root: str, first: int, last: int) -> None:
+        """One layer's from when it is made to when it was last used; the others', if it is saved, all the while."""
+        part = self.parts[k]
+        group = part.model.makers[root]
+        nbytes = self._nbytes(part.model, group, root)
+        ahead = self.parts[-1].forward + self.parts[-1].model.forward_ops
+        saved = first < ahead <= last
+        kind = ACTIVATIONS if saved else TEMPORARIES
+        self.sketch.hold(self.nodes[k, group], first, last, kind, nbytes)
+        if saved and part.count > 1:
+            self.sketch.hold(self.nodes[k, group], *part.span, kind, (part.count - 1) * nbytes)
+
+    # Values that go to another layer, and their gradients that come back.
+
+    def _borders(self, k: int, part: Part) -> None:
+        model = part.model
+        tangents = dict(model.graph.tangents)
+        for output in model.graph.outputs:
+            root = model.values[output].storage
+            readers = [*self._readers(k, output)]
+            for reader in readers:
+                name = self._input_name(reader.part, k, output)
+                self._moved(k, output, reader.part, reader.use, name, reader.copies)
+                self._gradient_back(k, tangents.get(output), reader, name)
+            if root in model.lives:
+                first, last = model.lives[root]
+                # The last of the part's layers is looked at: what it makes goes to other parts alone.
+                behind = [self.parts[r.part].point(span[1]) for r in readers if r.part != k for span in r.use.spans]
+                self._hold(k, root, part.point(first), max([part.point(last), *behind]))
+        inputs = dict(zip(model.graph.inputs, self.graph.layers[part.last].inputs, strict=True))
+        for name, gradient in model.graph.gradients:
+            root = model.values[gradient].storage
+            if root not in model.lives:
+                continue
+            first, last = (part.point(op) for op in model.lives[root])
+            source = inputs.get(name)
+            if source is not None and source.layer is not None and self.part_of[source.layer] != k:
+                before = self.parts[self.part_of[source.layer]]
+                tangent = dict(before.model.graph.tangents).get(source.name)
+                spans = [span for use in before.model.uses.get(tangent or "", ()) for span in use.spans]
+                last = max([last, *(before.point(span[1]) for span in spans)])
+            self._hold(k, root, first, last)
+        for name, source in inputs.items():
+            if source.layer is None and name in model.uses:
+                group = model.uses[name][0].group
+                nbytes = [self._numel(option.needed[name]) for option in model.options[group]]
+                itemsize = ITEMSIZE[model.values[name].dtype]
+                self.sketch.hold(self.nodes[k, group], 0, self.sketch.points - 1, BUFFERS, itemsize * np.array(nbytes))
+
+    def _readers(self, k: int, output: str) -> Iterator[Reader]:
+        """Groups of later layers that use an output of this part; of those in the part itself, all but the last use the
+        layer's before."""
+        for other, reading in enumerate(self.parts):
+            count = 0
+            for layer in range(reading.first, reading.first + reading.count):
+                count += any(
+                    source.layer is not None and self.part_of[source.layer] == k and source.name == output
+                    for source in self.graph.layers[layer].inputs
+                )
+            if count:
+                for use in reading.model.uses.get(self._input_name(other, k, output), ()):
+                    yield Reader(part=other, use=use, copies=count)
+
+    def _input_name(self, reading: int, k: int, output: str) -> str:
+        part = self.parts[reading]
+        for layer in range(part.first, part.first + part.count):
+            for name, source in zip(part.model.graph.inputs, self.graph.layers[layer].inputs, strict=True):
+                if source.layer is not None and self.part_of[source.layer] == k and source.name == output:
+                    return name
+        raise LookupError(output)
+
+    def _gradient_back(self, k: int, tangent: str | None, reader: Reader, name: str) -> None:
+        """From the group that makes an input's gradient to those that need the output's."""
+        behind = self.parts[reader.part].model
+        gradient = dict(behind.graph.gradients).get(name)
+        if tangent is None or gradient is None or reader.use is not behind.uses[name][0]:
+            return  # it is made once, whoever uses the input
+        for use in self.parts[k].model.uses.get(tangent, ()):
+            self._moved(reader.part, gradient, k, use, tangent, reader.copies)
+
+    # Moves.
+
+    def _moved(self, maker: int, name: str, user: int, use: Use, as_name: str, copies: int) -> None:
+        """What a group made, for a group that uses it, under the name it has there."""
+        one, other = self.parts[maker].model, self.parts[user].model
+        if name not in one.makers:
+            return
+        itemsize = ITEMSIZE[one.values[name].dtype]
+        made = [option.made[name] for option in one.options[one.makers[name]]]
+        needed = [option.needed[as_name] for option in other.options[use.group]]
+        a, b = self.nodes[maker, one.makers[name]], self.nodes[user, use.group]
+        seconds = _table(made, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
+        nbytes = _table(made, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
+        self.sketch.pair_cost(a, b, copies * len(use.spans) * seconds)
+        for first, last in use.spans:
+            part = self.parts[user]
+            self.sketch.pair_hold(a, b, part.point(first), part.point(last), TEMPORARIES, nbytes)
+
+    # Weights.
+
+    def _weights(self, k: int, part: Part) -> None:
+        model = part.model
+        gradients = dict(model.graph.gradients)
+        by_group: dict[int, list[str]] = {}
+        named = dict(self.graph.layers[part.first].parameters)
+        for name in model.weights:
+            owner = self._owners.setdefault(named[name], (k, name))
+            if owner == (k, name):
+                by_group.setdefault(model.uses[name][0].group, []).append(name)
+            else:
+                self._tied(*owner, k, name)
+        choices = levels(self.moves.mesh, self.precision)
+        for group, names in by_group.items():
+            node = self.sketch.node(
+                f"{self.graph.layers[part.first].path}/{model.groups[group].name}/weights",
+                [_level_words(self.moves.mesh, c) for c in choices],
+            )
+            self.rest[k, group] = node
+            found = [[self._at_rest(option, names, gradients, level) for level in choices] for option in model.options[group]]
+            pair = (self.nodes[k, group], node)
+
+            def numbers(of: Callable[[AtRest], float], found: list[list[AtRest]] = found) -> Numbers:
+                return np.array([[of(each) for each in row] for row in found])
+
+            self.sketch.pair_cost(*pair, part.count * numbers(lambda each: each.seconds))
+            always = (0, self.sketch.points - 1)
+            for kind, of in _KINDS.items():
+                self.sketch.pair_hold(*pair, *always, kind, part.count * numbers(of).astype(np.int64))
+            spans = [span for name in names for use in model.uses[name] if use.group == group for span in use.spans]
+            for backward in (False, True):
+                here = [span for span in spans if (span[0] >= model.forward_ops) == backward]
+                if here:
+                    first, last = min(s[0] for s in here), max(s[1] for s in here)
+                    gathered = numbers(lambda each: each.gathered_nbytes).astype(np.int64)
+                    self.sketch.pair_hold(*pair, part.point(first), part.point(last), TEMPORARIES, gathered)
+
+    def _tied(self, owner: int, name: str, user: int, as_name: str) -> None:
+        """A weight that an earlier part has: it is moved to where it is used again, and its gradient back."""
+        one, other = self.parts[owner].model, self.parts[user].model
+        itemsize = ITEMSIZE[one.values[name].dtype]
+        first = one.uses[name][0].group
+        there = [option.needed[name] for option in one.options[first]]
+        for use in other.uses[as_name]:
+            needed = [option.needed[as_name] for option in other.options[use.group]]
+            pair = (self.nodes[owner, first], self.nodes[user, use.group])
+            seconds = _table(there, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
+            nbytes = _table(there, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
+            self.sketch.pair_cost(*pair, (len(use.spans) + 1) * seconds)
+            for span in use.spans:
+                self.sketch.pair_hold(*pair, *map(self.parts[user].point, span), TEMPORARIES, nbytes)
+
+    def _at_rest(self, option: Option, names: Sequence[str], gradients: Mapping[str, str], level: tuple[int, ...]) -> AtRest:
+        used = []
+        for name in names:
+            place = option.needed[name]
+            gradient = option.made.get(gradients.get(name, ""))
+            same = tuple(axis for axis in self.moves.mesh.names if axis not in place.axes)
+            summed = gradient.partial if gradient is not None else ()
+            used.append(Used(numel=self._numel(place), same=same, summed=summed))
+        trained = any(name in gradients for name in names)
+        return at_rest(tuple(used), level, self.moves.costs, self.precision, self.memory_rate, trained=trained)
+
+    def _nbytes(self, model: LayerModel, group: int, name: str) -> Numbers:
+        itemsize = ITEMSIZE[model.values[name].dtype]
+        return itemsize * np.array([self._numel(option.made[name]) for option in model.options[group]])
+
+    def _numel(self, place: Placed) -> int:
+        return place.numel(self.moves.sizes)
+
+
+_KINDS: dict[str, Callable[[AtRest], float]] = {
+    PARAMETERS: lambda each: each.weight_nbytes,
+    GRADIENTS: lambda each: each.gradient_nbytes,
+    OPTIMIZER: lambda each: each.state_nbytes,
+}
+
+
+def _table(made: Sequence[Placed], needed: Sequence[Placed], of: Callable[[Placed, Placed], float]) -> Numbers:
+    """By pairs; few of them differ."""
+    rows, columns = list(dict.fromkeys(made)), list(dict.fromkeys(needed))
+    found = np.array([[of(one, other) for other in columns] for one in rows])
+    return found[np.ix_([rows.index(one) for one in made], [columns.index(one) for one in needed])]
+
+
+def words(mesh: Mesh, option: Option) -> str:
+    """The atom of each axis, as a text."""
+    return " ".join(f"{axis}:{'-' if atom is None else atom}" for axis, atom in zip(mesh.names, option.split, strict=True))
+
+
+def _level_words(mesh: Mesh, level: tuple[int, ...]) -> str:
+    return " ".join(f"{axis}:{value}" for axis, value in zip(mesh.names, level, strict=True))

@@ -1,0 +1,47 @@
+"""What it costs to have a tensor in another place than where it was made."""
+
+from __future__ import annotations
+
+from scrimp.move._cost import MoveCosts
+from scrimp.planner._placed import Placed, common, placed
+
+
+class Moves:
+    """Of one mesh and cluster; it remembers all that it was asked."""
+
+    def __init__(self, costs: MoveCosts) -> None:
+        self.costs, self.mesh = costs, costs.mesh
+        self.sizes = dict(costs.mesh.axes)
+        self._seconds: dict[tuple[Placed, Placed, int], float] = {}
+
+    def seconds(self, source: Placed, target: Placed, itemsize: int) -> float:
+        if source == target:
+            return 0.0
+        key = (source, target, itemsize)
+        if key not in self._seconds:
+            self._seconds[key] = self._asked(source, target, itemsize)
+        return self._seconds[key]
+
+    def nbytes(self, source: Placed, target: Placed, itemsize: int) -> int:
+        """What the target takes beside the source; a sum is completed where it is."""
+        if source == target or source.complete() == target:
+            return 0
+        if common(source, target, self.mesh) is None:
+            return max(target.numel(self.sizes), self._between(source, target).numel(self.sizes)) * itemsize
+        return target.numel(self.sizes) * itemsize
+
+    def _asked(self, source: Placed, target: Placed, itemsize: int) -> float:
+        found = common(source, target, self.mesh)
+        if found is None:
+            between = self._between(source, target)
+            return self.seconds(source, between, itemsize) + self.seconds(between, target, itemsize)
+        shape, src, dst = found
+        return self.costs.cost(shape, itemsize, src, dst).seconds
+
+    def _between(self, source: Placed, target: Placed) -> Placed:
+        """Where the two have no factors in common, the dim is made whole first."""
+        dims = []
+        for one, other in zip(source.dims, target.dims, strict=True):
+            met = common(Placed((one,)), Placed((other,)), self.mesh) is not None
+            dims.append(one if met else [(size, ()) for size, _ in one])
+        return placed(dims)

@@ -1,0 +1,98 @@
+"""Weights, gradients and optimizer states at rest: over which axes each is shared out beyond the way it is used.
+
+An axis along which a group's weights are the same on all devices can share out nothing, the optimizer's states (1), the
+gradients too (2), or the weights too (3), which are then gathered whenever they are used. Data parallelism is 0 everywhere, and
+what is known as ZeRO 1, 2 and 3 are these numbers; here every group has its own, and every axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from scrimp.layout import Layout, Mesh
+from scrimp.move._cost import MoveCosts
+
+NOTHING, STATES, GRADIENTS, WEIGHTS = range(4)
+UPDATE_NBYTES = 28  # read and written of memory for a parameter's update: see docs/design.md, "one pass"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes of a parameter: its weight, its gradient beside that (0: it stands where the weight stood), and its states."""
+
+    name: str
+    dtype: str
+    weight: int
+    gradient: int
+    reduced: int  # bytes of a gradient's element as it travels
+    states: int
+
+
+def precision_of(name: str, optimizer: str) -> Precision | None:
+    moments = {"adamw": 8, "sgd": 4}[optimizer]
+    return {
+        "bf16": Precision(name=name, dtype="bfloat16", weight=2, gradient=0, reduced=2, states=4 + moments),
+        "megatron-bf16": Precision(name=name, dtype="bfloat16", weight=2, gradient=4, reduced=4, states=4 + moments),
+        "fp32": Precision(name=name, dtype="float32", weight=4, gradient=4, reduced=4, states=moments),
+    }.get(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """A weight as a group uses it: elements on a device, axes along which all have the same, and those over which its
+    gradient comes as parts of a sum."""
+
+    numel: int
+    same: tuple[str, ...]
+    summed: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtRest:
+    """Of a group's weights, on a device. `gathered_nbytes`: while they are used, if they are shared out."""
+
+    weight_nbytes: int
+    gradient_nbytes: int
+    state_nbytes: int
+    gathered_nbytes: int
+    seconds: float
+
+
+def levels(mesh: Mesh, precision: Precision) -> tuple[tuple[int, ...], ...]:
+    """All ways to share out, an axis each; where gradients take no room of their own, they need no level."""
+    each = (NOTHING, STATES, GRADIENTS, WEIGHTS) if precision.gradient else (NOTHING, STATES, WEIGHTS)
+    return tuple(product(each, repeat=len(mesh.axes)))
+
+
+def at_rest(
+    used: tuple[Used, ...], level: tuple[int, ...], costs: MoveCosts, precision: Precision, rate: float, *, trained: bool = True
+) -> AtRest:
+    """`rate`: bytes a second of the device's memory. Gathered before the forward and before the backward; gradients reduced to
+    where the states are; weights that are not shared out gathered after the update."""
+    mesh = costs.mesh
+    chosen = dict(zip(mesh.names, level, strict=True))
+    sizes = dict(mesh.axes)
+    weight = gradient = state = gathered = 0
+    seconds = 0.0
+    for one in used:
+        over = {least: tuple(axis for axis in one.same if chosen[axis] >= least) for least in (STATES, GRADIENTS, WEIGHTS)}
+        share = {least: -(-one.numel // prod(sizes[axis] for axis in axes)) for least, axes in over.items()}
+        numel = -(-one.numel // mesh.size) * mesh.size
+        weight += share[WEIGHTS] * precision.weight
+        whole, shared = Layout(dims=((),)), Layout(dims=(over[WEIGHTS],))
+        if over[WEIGHTS]:
+            gathered += one.numel * precision.weight
+            seconds += (2 if trained else 1) * costs.cost((numel,), precision.weight, shared, whole).seconds
+        if not trained:
+            continue
+        gradient += share[GRADIENTS] * precision.gradient
+        state += share[STATES] * precision.states
+        parts = Layout(dims=((),), partial=one.summed)
+        seconds += costs.cost((numel,), precision.reduced, parts, Layout(dims=(over[STATES],))).seconds
+        seconds += costs.cost((numel,), precision.weight, Layout(dims=(over[STATES],)), shared).seconds
+        seconds += share[STATES] * UPDATE_NBYTES / rate
+    return AtRest(
+        weight_nbytes=weight, gradient_nbytes=gradient, state_nbytes=state, gathered_nbytes=gathered, seconds=seconds
+    )  # fmt: skip
