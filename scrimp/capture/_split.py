@@ -56,7 +56,7 @@ class Splitter:
         if len(runs) < 2 and (not runs or runs[0][0] is None):
             return whole
         listed = all(child is None or child.isdigit() for child, _, _ in runs)
-        alike = self._repeated([(start, end) for _, start, end in runs])
+        alike = self._repeated([(start, end) for _, start, end in runs if listed or self._is_compound(start, end)])
         pieces: list[Piece] = []
         for child, start, end in runs:
             if child is None:
@@ -68,6 +68,10 @@ class Splitter:
             pieces += [replace(below[0], member=True)] if member else below
         cut = any(child is not None and (start, end) in alike for child, start, end in runs)
         return pieces if cut or len(pieces) > len(runs) else whole
+
+    def _is_compound(self, first: int, last: int) -> bool:
+        """Whether several modules with parameters are in it: two norms of a model may be alike, but are no layers."""
+        return len({self.paths[k] for k in range(first, last) if self._holds_parameters(k, k + 1)}) > 1
 
     def _runs(self, path: tuple[str, ...], first: int, last: int, limit: float) -> list[tuple[str | None, int, int]]:
         """Neighbours below the same child, joined where a cut between them would be too wide."""
