@@ -13,6 +13,7 @@ All but `trace` works on one layer of each class, so that depth costs Dynamo's t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class _Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.model(*args, **kwargs)
         if isinstance(result, Tensor):
             return result
@@ -80,13 +81,18 @@ class _Capture:
 
     def _trace(self) -> tuple[fx.GraphModule, list[Tensor]]:
         try:
-            return trace(_Loss(self.model), self.args, self.kwargs)
+            module, tensors, effects = trace(_Loss(self.model), (self.args, self.kwargs))
         except Refused as error:
             path = next((self.paths[number] for number in reversed(error.place.modules) if number in self.paths), "")
             raise CaptureError(
                 f"{_place(path, error.place.line)}: the forward depends on values of tensors, or does what cannot be traced "
                 f"({error.reason}); {_way_out(self.model)}"
             ) from error
+        effects = [name.removeprefix("model.") for name in effects if not name.endswith(".config")]  # a note of Hugging Face's
+        if effects:
+            names = ", ".join(effects)
+            warnings.warn(f"{type(self.model).__name__}: forward sets {names}, which a planned step does not", stacklevel=4)
+        return module, tensors
 
     def _batch(self, holders: list[fx.Node], tensors: list[Tensor], owned: Mapping[fx.Node, Parameter]) -> dict[fx.Node, str]:
         names = {id(leaf): name for name, leaf in zip(self.names, _tensors((self.args, self.kwargs)), strict=True)}

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -40,22 +42,27 @@ class Refused(Exception):  # noqa: N818  # never leaves the package
         self.place = place
 
 
-def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[fx.GraphModule, list[Tensor]]:
-    """The graph, and for each of its placeholders the tensor that it stands for: of the module or of the inputs."""
-    ignored = {getattr(logging.Logger, level) for level in _LEVELS}
+def trace(module: nn.Module, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Tensor], list[str]]:
+    """The graph; for each of its placeholders the tensor that it stands for, of the module or of the inputs; and which
+    attributes of the module its forward sets, which a graph does not."""
+    # Other libraries give loggers methods of their own: `warning_once`.
+    ignored = {value for name, value in vars(logging.Logger).items() if name in _LEVELS or name.endswith("_once")}
     noisy = logging.getLogger(_NOISY)
     before = noisy.level
     noisy.setLevel(logging.CRITICAL)
     settings = {"ignore_logging_functions": ignored, "automatic_dynamic_shapes": False, "assume_static_by_default": True}
     try:
-        with dynamo.config.patch(settings):
-            captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+        with dynamo.config.patch(settings), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            captured = dynamo_graph_capture_for_export(module)(*inputs)
     except TorchDynamoException as error:
         raise Refused(_reason(error), _place(error)) from error
     finally:
         noisy.setLevel(before)
-    flat = captured.graph._codegen.process_inputs(*args, **kwargs)
-    return captured, list(flat)
+    told = " ".join(str(each.message) for each in said if "side effects" in str(each.message))
+    told = re.sub(r"\._modules\['(\w+)'\]", r".\1", told)
+    effects = {each.lstrip(".") for each in re.findall(r"L\['self'\]((?:\.\w+|\[[^\]]*\])+)", told)}
+    return captured, list(captured.graph._codegen.process_inputs(*inputs)), sorted(effects)
 
 
 def modules_of(node: fx.Node) -> tuple[int, ...]:

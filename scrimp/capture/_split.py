@@ -3,8 +3,8 @@
     paths     the module tree is walked from the top. The runs of a module's children are cut apart if two of the pieces are
               alike, or a child is cut itself. Members of a list stay layers of their own; what lies between, before and
               behind them is one layer each.
-    narrow    inside of pieces that have their like, a cut is made only where no more values that carry gradients cross than
-              where the piece begins: convolutions of a residual block, or experts, are alike but no layers.
+    narrow    inside of members, a cut is made only where no more values that carry gradients cross than where the member
+              begins: convolutions of a residual block, or experts, may be alike but are no layers.
     chains    where no path repeats, wherever just one value that carries a gradient crosses; if pieces repeat.
     whole     otherwise the model is one layer.
 """
@@ -62,7 +62,7 @@ class Splitter:
             if child is None:
                 pieces.append(Piece(path=".".join(path), first=start, last=end))
                 continue
-            inner = self.widths[start] if (start, end) in alike else limit
+            inner = self.widths[start] if listed or (start, end) in alike else limit
             below = self._below((*path, child), start, end, inner)
             member = len(below) == 1 and (listed or (start, end) in alike)
             pieces += [replace(below[0], member=True)] if member else below
