@@ -15,6 +15,10 @@ class MoveError(ScrimpError):
     """A move between layouts that cannot be made, or that failed while running."""
 
 
+class CaptureError(ScrimpError):
+    """A model whose training cannot be told as one graph, or a batch that does not belong to it."""
+
+
 class FitError(ScrimpError):
     """It does not fit: how many bytes, where, when, and what would help."""
 

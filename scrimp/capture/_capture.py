@@ -1,0 +1,212 @@
+"""`capture`: an `nn.Module` and an example batch -> `Graph`, on the CPU, without a byte of the model's parameters.
+
+    fakes     stand in for the model's tensors and the batch's          _stand_ins.py
+    trace     the forward as one graph of torch calls                   _dynamo_private.py
+    clean     without calls that compute nothing                        _clean.py
+    split     into layers; alike ones share what follows                _split.py
+    piece     a layer's calls as a module                               _piece.py
+    joint     its forward and backward as ATen calls                    _joint_private.py
+    graph     as data                                                   _layer_graph.py
+
+All but `trace` works on one layer of each class, so that depth costs Dynamo's time only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from scrimp.capture._clean import WAY_OUT, clean, tensor_of
+from scrimp.capture._dynamo_private import Refused, line_of, modules_of, trace
+from scrimp.capture._graph import BORDER, BUFFER, PARAMETER, Graph, Layer, LayerGraph, Parameter, Source, Value
+from scrimp.capture._joint_private import FakeTensorMode, trace_joint
+from scrimp.capture._layer_graph import Input, layer_graph
+from scrimp.capture._piece import piece
+from scrimp.capture._split import Splitter
+from scrimp.capture._stand_ins import batch_names, dtype_name, fake, parameters_of, stand_ins
+from scrimp.capture._stretch import Stretch, key, stretch
+from scrimp.capture._transformers import as_in_training
+from scrimp.errors import CaptureError
+
+
+class _Loss(nn.Module):
+    """The model, but for the loss all that it returns is left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self.model(*args, **kwargs)
+        if isinstance(result, Tensor):
+            return result
+        return result["loss"] if isinstance(result, Mapping) else result.loss
+
+
+def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
+    """What one step of training computes, by layers. The forward returns a scalar loss, or an object or a dict with `loss`.
+    Model and batch may be on any device, also on meta; shapes are those of the batch, fixed."""
+    return _Capture(model, args, kwargs or {}).run()
+
+
+class _Capture:
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.model = model
+        self.mode = FakeTensorMode()
+        self.paths = {id(module): name for name, module in model.named_modules()}
+        self.names = batch_names(model, args, kwargs)
+        self.given = {name: leaf for name, leaf in zip(self.names, _tensors((tuple(args), dict(kwargs))), strict=True)}
+        # A fake of its own for every tensor: one that is given twice, as tokens and as labels, is two tensors of the batch.
+        fakes = pytree.tree_map_only(Tensor, lambda tensor: fake(self.mode, tensor, False), (tuple(args), dict(kwargs)))
+        self.args, self.kwargs = fakes
+        self.parameters = tuple(parameters_of(model).values())
+
+    def run(self) -> Graph:
+        with torch.enable_grad(), stand_ins(self.model, self.mode) as known, as_in_training(self.model, self.given):
+            module, tensors = self._trace()
+            holders = [node for node in module.graph.nodes if node.op == "placeholder"]
+            owned = {node: known[id(tensor)] for node, tensor in zip(holders, tensors, strict=True) if id(tensor) in known}
+            batch = self._batch(holders, tensors, owned)
+            loss = self._loss(module.graph)
+            clean(module.graph, self.where)
+            nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+            parts = Splitter(nodes, self._node_paths(nodes), owned).split()
+            stretches = [stretch(nodes[part.first : part.last]) for part in parts]
+            return self._graph([part.path for part in parts], stretches, module, owned, batch, loss)
+
+    def _trace(self) -> tuple[fx.GraphModule, list[Tensor]]:
+        try:
+            module, tensors, effects = trace(_Loss(self.model), (self.args, self.kwargs))
+        except Refused as error:
+            path = next((self.paths[number] for number in reversed(error.place.modules) if number in self.paths), "")
+            raise CaptureError(
+                f"{_place(path, error.place.line)}: the forward depends on values of tensors, or does what cannot be traced "
+                f"({error.reason}); {_way_out(self.model)}"
+            ) from error
+        effects = [name.removeprefix("model.") for name in effects if not name.endswith(".config")]  # a note of Hugging Face's
+        if effects:
+            names = ", ".join(effects)
+            warnings.warn(f"{type(self.model).__name__}: forward sets {names}, which a planned step does not", stacklevel=4)
+        return module, tensors
+
+    def _batch(self, holders: list[fx.Node], tensors: list[Tensor], owned: Mapping[fx.Node, Parameter]) -> dict[fx.Node, str]:
+        names = {id(leaf): name for name, leaf in zip(self.names, _tensors((self.args, self.kwargs)), strict=True)}
+        found = {}
+        for node, tensor in zip(holders, tensors, strict=True):
+            if node not in owned and id(tensor) not in names:
+                raise CaptureError(
+                    f"{type(self.model).__name__} uses a tensor of shape {tuple(tensor.shape)} that is neither a parameter, nor a "
+                    "buffer, nor in the batch; register it as a buffer"
+                )
+            if node not in owned:
+                found[node] = names[id(tensor)]
+        return found
+
+    def _loss(self, graph: fx.Graph) -> fx.Node:
+        (output,) = graph.find_nodes(op="output")
+        nodes = [node for node in pytree.tree_leaves(output.args) if isinstance(node, fx.Node)]
+        loss = tensor_of(nodes[0]) if len(nodes) == 1 else None
+        if loss is None or loss.numel() != 1 or not loss.requires_grad:
+            shape = None if loss is None else tuple(loss.shape)
+            raise CaptureError(
+                f"{type(self.model).__name__} must return a scalar loss that depends on its parameters, or an object or dict "
+                f"with 'loss'; got {'no tensor' if loss is None else f'a tensor of shape {shape}'}: give the labels too?"
+            )
+        return nodes[0]
+
+    def _graph(
+        self,
+        paths: Sequence[str],
+        stretches: Sequence[Stretch],
+        module: fx.GraphModule,
+        owned: Mapping[fx.Node, Parameter],
+        batch: Mapping[fx.Node, str],
+        loss: fx.Node,
+    ) -> Graph:
+        classes: dict[Hashable, int] = {}
+        graphs: list[LayerGraph] = []
+        layers: list[Layer] = []
+        made: dict[fx.Node, Source] = {node: Source(layer=None, name=name) for node, name in batch.items()}
+        written: list[frozenset[int]] = []
+        for path, part in zip(paths, stretches, strict=True):
+            found = classes.setdefault(key(part, owned), len(graphs))
+            if found == len(graphs):
+                cut = piece(part, module, owned, self.mode)
+                self._check_writes(part, cut.written, owned, stretches)
+                inputs = [_input(node, path, owned, batch) for node in part.inputs]
+                graphs.append(layer_graph(trace_joint(cut.module, cut.inputs), inputs, self.where))
+                written.append(cut.written)
+            else:
+                self._check_writes(part, written[found], owned, stretches)
+            graph = graphs[found]
+            pairs = zip(graph.inputs, part.inputs, strict=True)
+            layers.append(
+                Layer(
+                    path=path,
+                    graph=found,
+                    parameters=tuple((name, owned[node].name) for name, node in pairs if node in owned),
+                    inputs=tuple(made[node] for node in part.inputs if node not in owned),
+                )
+            )
+            for name, node in zip(graph.outputs, part.outputs, strict=True):
+                made[node] = Source(layer=len(layers) - 1, name=name)
+        return Graph(
+            graphs=tuple(graphs),
+            layers=tuple(layers),
+            parameters=self.parameters,
+            batch=tuple(_value(name, tensor) for name, tensor in self.given.items()),
+            loss=made[loss],
+        )
+
+    def _check_writes(
+        self, part: Stretch, written: frozenset[int], owned: Mapping[fx.Node, Parameter], stretches: Sequence[Stretch]
+    ) -> None:
+        """Writing into what another layer made is fine if nobody reads it later."""
+        later = stretches[next(k for k, each in enumerate(stretches) if each is part) + 1 :]
+        for position in written:
+            node = part.inputs[position]
+            if node in owned or any(node in each.inputs for each in later):
+                what = f"the parameter {owned[node].name}" if node in owned else f"'{node.name}', which other layers read later,"
+                raise CaptureError(f"{self.where(part.nodes[0])}: {what} is written into in place; write into a copy, or {WAY_OUT}")
+
+    def _node_paths(self, nodes: Sequence[fx.Node]) -> list[str]:
+        """Nodes that no module is known for stand with the one before."""
+        paths: list[str] = []
+        for node in nodes:
+            known = [self.paths[number] for number in modules_of(node) if number in self.paths]
+            paths.append(known[-1] if known else paths[-1] if paths else "")
+        return paths
+
+    def where(self, node: fx.Node) -> str:
+        known = [self.paths[number] for number in modules_of(node) if number in self.paths]
+        return _place(known[-1] if known else "", line_of(node.meta.get("stack_trace")))
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _place(path: str, line: str) -> str:
+    return f"{path or 'the model'}, {line}"
+
+
+def _way_out(model: nn.Module) -> str:
+    if getattr(getattr(model, "config", None), "num_local_experts", None) is not None:
+        return f"for Mixtral and its like set experts_implementation='batched_mm' in the config; or {WAY_OUT}"
+    return WAY_OUT
+
+
+def _input(node: fx.Node, path: str, owned: Mapping[fx.Node, Parameter], batch: Mapping[fx.Node, str]) -> Input:
+    if node not in owned:
+        return Input(name=batch.get(node, node.name), kind=BORDER)
+    name = owned[node].name
+    return Input(name=name.removeprefix(f"{path}."), kind=BUFFER if owned[node].buffer else PARAMETER)
+
+
+def _value(name: str, tensor: Tensor) -> Value:
+    return Value(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), storage=name, kind=BORDER)

@@ -1,0 +1,150 @@
+"""The one place that knows Dynamo's private door: a module and its inputs -> one graph of torch calls.
+
+`tests/test_capture_private.py` says when it changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+_LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
+_NOISY = "torch._dynamo.utils"  # torch 2.11 cannot sort the set of ignored functions, and says so at every capture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where in the user's code: a module of the stack, by id, and a line."""
+
+    modules: tuple[int, ...]
+    line: str
+
+
+class Refused(Exception):  # noqa: N818  # never leaves the package
+    """Dynamo cannot make one graph of it."""
+
+    def __init__(self, reason: str, place: Place) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.place = place
+
+
+def trace(module: nn.Module, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Tensor], list[str]]:
+    """The graph; for each of its placeholders the tensor that it stands for, of the module or of the inputs; and which
+    attributes of the module its forward sets, which a graph does not."""
+    # Other libraries give loggers methods of their own: `warning_once`.
+    ignored = {value for name, value in vars(logging.Logger).items() if name in _LEVELS or name.endswith("_once")}
+    noisy = logging.getLogger(_NOISY)
+    before = noisy.level
+    noisy.setLevel(logging.CRITICAL)
+    settings = {"ignore_logging_functions": ignored, "automatic_dynamic_shapes": False, "assume_static_by_default": True}
+    try:
+        with dynamo.config.patch(settings), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            captured = dynamo_graph_capture_for_export(module)(*inputs)
+    except TorchDynamoException as error:
+        raise Refused(_reason(error), _place(error)) from error
+    finally:
+        noisy.setLevel(before)
+    told = " ".join(str(each.message) for each in said if "side effects" in str(each.message))
+    told = re.sub(r"\._modules\['(\w+)'\]", r".\1", told)
+    effects = {each.lstrip(".") for each in re.findall(r"L\['self'\]((?:\.\w+|\[[^\]]*\])+)", told)}
+    return captured, list(captured.graph._codegen.process_inputs(*inputs)), sorted(effects)
+
+
+def modules_of(node: fx.Node) -> tuple[int, ...]:
+    """The ids of the modules in whose forward a node was made, outermost first."""
+    return _ids(node.meta.get("nn_module_stack") or {})
+
+
+def line_of(stack_trace: str | None) -> str:
+    """"zoo/gpt.py:77": the innermost line of a stack as text, without the folders above the file's own."""
+    files = [line for line in (stack_trace or "").splitlines() if line.lstrip().startswith("File ")]
+    if not files:
+        return "?"
+    name, _, rest = files[-1].strip().removeprefix('File "').partition('", line ')
+    return f"{_short(name)}:{rest.partition(',')[0].strip()}"
+
+
+def _ids(stack: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(int(key.partition("@")[0]) for key in stack if key.partition("@")[0].isdigit())
+
+
+def _short(name: str) -> str:
+    return "/".join(name.replace("\\", "/").split("/")[-2:])
+
+
+def _reason(error: TorchDynamoException) -> str:
+    """The first line that says something, and what it is about."""
+    text = str(error).split("from user code")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith(("Explanation:", "Developer debug context:"))]
+    return "; ".join([*lines[:1], *told[:2]]) if lines else type(error).__name__
+
+
+def _place(error: TorchDynamoException) -> Place:
+    stack = traceback.StackSummary() if getattr(error, "real_stack", None) is None else error.real_stack
+    frames = [frame for frame in stack if frame.filename]
+    line = f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+    return Place(modules=_modules_at(error), line=line)
+
+
+def _modules_at(error: BaseException) -> tuple[int, ...]:
+    """Dynamo's translator of the innermost frame knows the modules it is in."""
+    found: tuple[int, ...] = ()
+    step = error.__traceback__
+    while step is not None:
+        found = _modules_of_frame(step.tb_frame) or found
+        step = step.tb_next
+    if not found and error.__cause__ is not None:
+        return _modules_at(error.__cause__)
+    return found
+
+
+def _modules_of_frame(frame: FrameType) -> tuple[int, ...]:
+    translator = frame.f_locals.get("self")
+    stack = inspect.getattr_static(translator, "nn_module_stack", None)
+    return _ids(stack) if isinstance(stack, dict) else ()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Tensors with the same number share bytes."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def grad_switch(node: fx.Node) -> bool | None:
+    """What a node sets the recording of gradients to; None if it does not."""
+    return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else None
+
+
+def logs_use(node: fx.Node) -> bool:
+    return node.target is torch._C._log_api_usage_once
+
+
+def autocast_enters(node: fx.Node) -> bool | None:
+    """Whether autocast is on within; None if the node does not enter."""
+    if node.target is not torch.amp.autocast_mode._enter_autocast:
+        return None
+    return bool(node.args[2]) if len(node.args) > 2 else True
+
+
+def autocast_exits(node: fx.Node) -> bool:
+    return node.target is torch.amp.autocast_mode._exit_autocast
+
+
+def higher_order(node: fx.Node) -> str | None:
+    """The name of an operator that takes graphs."""
+    return str(node.target) if isinstance(node.target, torch._ops.HigherOrderOperator) else None

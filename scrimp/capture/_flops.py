@@ -1,0 +1,53 @@
+"""Arithmetic of an operator, from shapes: a multiplication and an addition are two. What is neither a contraction nor a
+convolution counts as nothing: its bytes are what takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+Shape = Sequence[int]
+
+ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+
+
+def flops(target: str, inputs: Sequence[Shape], outputs: Sequence[Shape | None]) -> int:
+    """`inputs`: the shapes of the tensors among the arguments, in order; `outputs`: None where nobody uses one."""
+    name = target.removeprefix("aten.").partition(".")[0]
+    match name:
+        case "mm" | "bmm":
+            return _product(inputs[0], inputs[1])
+        case "addmm" | "baddbmm" | "addbmm":
+            return _product(inputs[1], inputs[2])
+        case "mv" | "dot" | "vdot":
+            return 2 * prod(inputs[0])
+        case "addmv":
+            return 2 * prod(inputs[1])
+        case "convolution":
+            return _convolution(inputs[1], outputs[0]) if outputs[0] is not None else 0
+        case "convolution_backward":  # gradients of the input and of the weight are each a convolution of the same size
+            return sum(_convolution(inputs[2], inputs[0]) for made in outputs[:2] if made is not None)
+    if name in ATTENTION:
+        return _attention(inputs[0], inputs[1], inputs[2])
+    if name.removesuffix("_backward") in ATTENTION:  # the scores again, and two products for each of the two
+        query, keys, values = inputs[1], inputs[2], inputs[3]
+        return 2 * _attention(query, keys, values) + _product(query, (*keys[:-2], keys[-1], keys[-2]))
+    return 0
+
+
+def _product(left: Shape, right: Shape) -> int:
+    return 2 * prod(left) * right[-1]
+
+
+def _attention(query: Shape, keys: Shape, values: Shape) -> int:
+    """Scores, then their product with the values. A causal mask is not counted as a saving, as is the custom."""
+    rows = prod(query[:-1])
+    return 2 * rows * keys[-2] * (query[-1] + values[-1])
+
+
+def _convolution(weight: Shape, output: Shape) -> int:
+    """For each element of the output a product over the weight's other dims; groups are in the weight's shape."""
+    return 2 * prod(output) * prod(weight[1:])
