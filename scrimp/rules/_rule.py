@@ -16,11 +16,14 @@ FREE, SUM, WHOLE, INSIDE = "free", "sum", "whole", "inside"
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """`kind`: "free": may be split. "sum": may be split; outputs without it are then parts of a sum. "whole": must not be
-    split. "inside": may be split, and members then talk within the operator (`Talk`); outputs without it are complete."""
+    """`kind`: "free": may be split; outputs without it are then alike on all members. "sum": may be split; outputs without it
+    are then parts of a sum. "whole": must not be split. "inside": may be split, and members then talk within the operator
+    (`Talk`); outputs without it are complete. `ranged`: members reckon with where theirs begins, so that each must hold a
+    range: the factor cannot be taken for a product (`refine`)."""
 
     size: int
     kind: str = FREE
+    ranged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,47 @@
+"""All operators that have a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from scrimp.capture._graph import Op, Value
+from scrimp.rules._attention import ATTENTION
+from scrimp.rules._call import bind
+from scrimp.rules._contraction import CONTRACTION
+from scrimp.rules._factories import FACTORIES
+from scrimp.rules._gather_local import GATHER
+from scrimp.rules._here import Family, RuleOf
+from scrimp.rules._losses import LOSSES
+from scrimp.rules._norms import NORMS
+from scrimp.rules._pieces import PIECES
+from scrimp.rules._pointwise import POINTWISE, is_pointwise, pointwise
+from scrimp.rules._pooling import POOLING
+from scrimp.rules._reductions import REDUCTIONS
+from scrimp.rules._rule import Rule
+from scrimp.rules._softmax import SOFTMAX
+from scrimp.rules._text import written
+from scrimp.rules._views import VIEWS
+
+FAMILIES: tuple[Family, ...] = (
+    CONTRACTION, ATTENTION, POINTWISE, REDUCTIONS, SOFTMAX, LOSSES, NORMS, VIEWS, PIECES, GATHER, FACTORIES, POOLING,
+)  # fmt: skip
+# Found by `discover`, as it writes them.
+DISCOVERED: dict[str, str] = {
+    "aten.dot.default": "k, k -> ; sum k; linear 0; linear 1",
+    "aten.mv.default": "i k, k -> i; sum k; linear 0; linear 1",
+}
+
+_RULES: dict[str, RuleOf] = {target: rule for family in FAMILIES for target, rule in family.rules.items()}
+_RULES |= {target: written(text) for target, text in DISCOVERED.items()}
+
+
+def rule_of(op: Op, values: Mapping[str, Value]) -> Rule | None:
+    """How an operator may be split; None if nothing is known, and it must run whole."""
+    rule = _RULES.get(op.target) or (pointwise if is_pointwise(op.target) else None)
+    call = None if rule is None else bind(op, values)
+    return None if rule is None or call is None else rule(call)
+
+
+def known_targets() -> frozenset[str]:
+    """Those with a rule by name; all that torch marks as pointwise have one besides."""
+    return frozenset(_RULES)

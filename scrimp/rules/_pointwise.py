@@ -1,0 +1,114 @@
+"""Operators that make each number of the result of one number of each operand, broadcast. Torch itself says which those are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from scrimp.rules._call import Call, overload
+from scrimp.rules._draft import Draft, stretched
+from scrimp.rules._here import Here, family
+from scrimp.rules._rule import Rule
+
+# Not marked by torch, or composite in some version of it.
+UNMARKED = (
+    "aten._to_copy.default",
+    "aten.alias.default",
+    "aten.contiguous.default",
+    "aten.detach.default",
+    "aten.lift_fresh_copy.default",
+    "aten.masked_fill.Tensor",
+    "aten.threshold_backward.default",
+    "aten.where.Scalar",
+    "aten.where.ScalarOther",
+    "aten.where.ScalarSelf",
+    "prims.convert_element_type.default",
+    "prims.fma.default",
+)
+# Of which arguments together a sum may pass through, by name: f(a + b) = f(a) + f(b), all else being the same.
+_ALONE = ("self",)
+_LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
+    "add.Tensor": (("self", "other"),),
+    "sub.Tensor": (("self", "other"),),
+    "mul.Tensor": (("self",), ("other",)),
+    "div.Tensor": (_ALONE,),
+    "mul.Scalar": (_ALONE,),
+    "div.Scalar": (_ALONE,),
+    "neg.default": (_ALONE,),
+    "clone.default": (_ALONE,),
+    "alias.default": (_ALONE,),
+    "detach.default": (_ALONE,),
+    "contiguous.default": (_ALONE,),
+    "where.self": (("self", "other"),),
+    "addcmul.default": (("self", "tensor1"), ("self", "tensor2")),
+    "addcdiv.default": (("self", "tensor1"),),
+}
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def is_pointwise(target: str) -> bool:
+    """By torch's own mark. Not what draws, and not what writes into its operands."""
+    found = overload(target)
+    if found is None or found._schema.is_mutable or torch.Tag.nondeterministic_seeded in found.tags:
+        return False
+    return target in UNMARKED or torch.Tag.pointwise in found.tags
+
+
+def pointwise(call: Call) -> Rule:
+    draft = Draft(call)
+    out = draft.dims(torch.broadcast_shapes(*call.shapes))
+    for index, shape in enumerate(call.shapes):
+        draft.inputs[index] = stretched(shape, out)
+    return draft.rule(*[out] * len(call.op.outputs), linear=_linear(call))
+
+
+def _linear(call: Call) -> tuple[tuple[str, ...], ...]:
+    name = call.op.target.partition(".")[2]
+    if call.dtypes and any(dtype not in _FLOATS for dtype in call.dtypes) and name != "where.self" and "backward" not in name:
+        return () if not name.startswith("mul.") else _of_floats(call, _LINEAR[name])
+    if name.endswith("_backward.default"):
+        return (("grad_output",),)
+    if name == "_to_copy.default":
+        return (_ALONE,) if _to_float(call) else ()
+    if name in ("add.Tensor", "sub.Tensor") and call.at("other") is None:
+        return ()  # a number would be added once by each
+    if name == "masked_fill.Scalar":
+        return (_ALONE,) if call.arguments["value"] == 0 else ()
+    return _LINEAR.get(name, ())
+
+
+def _of_floats(call: Call, sets: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    def real(name: str) -> bool:
+        index = call.at(name)
+        return index is not None and call.dtypes[index] in _FLOATS
+
+    return tuple(names for names in sets if all(map(real, names)))
+
+
+def _to_float(call: Call) -> bool:
+    wanted = call.arguments["dtype"]
+    return wanted is None or wanted.name in _FLOATS
+
+
+def _dropout(call: Call) -> Rule:
+    draft = Draft(call)
+    dims = draft.dims(call.shape("input"))
+    draft.put("input", dims)
+    return draft.rule(dims, dims)
+
+
+def _run_dropout(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
+    """The operator draws from the process' one state; here each tile has draws of its own, and replicas the same."""
+    x, p = given["input"], given["p"]
+    if given["train"] is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    draws = torch.rand(x.shape, generator=here.generator(here.of("input")), dtype=torch.float32, device=x.device)
+    kept = draws >= p
+    return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
+
+
+POINTWISE = family(
+    {**dict.fromkeys(UNMARKED, pointwise), "aten.native_dropout.default": _dropout},
+    runs={"aten.native_dropout.default": _run_dropout},
+)
