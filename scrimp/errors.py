@@ -15,6 +15,10 @@ class MoveError(ScrimpError):
     """A move between layouts that cannot be made, or that failed while running."""
 
 
+class PlanError(ScrimpError):
+    """A question to the planner that does not make sense, or that has no answer."""
+
+
 class FitError(ScrimpError):
     """It does not fit: how many bytes, where, when, and what would help."""
 
