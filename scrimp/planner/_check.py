@@ -1,4 +1,4 @@
-"""Whether a problem makes sense: every table has its shape, every number is one that can be added up, every node can be chosen."""
+"""Whether a problem makes sense: tables have their shapes, numbers can be added up, every node has something to choose."""
 
 from __future__ import annotations
 
@@ -81,5 +81,7 @@ def _check_holds(
             continue
         table = _table(hold.nbytes, shape, f"the bytes of {what}")
         if table.dtype.kind not in "iu" or (table < 0).any() or (table > MOST_NBYTES).any():
-            raise PlanError(f"the bytes of {what} must be whole numbers from 0 to 2^53, but they are from {table.min()} to {table.max()}")
+            raise PlanError(
+                f"the bytes of {what} must be whole numbers from 0 to 2^53, but they are from {table.min()} to {table.max()}"
+            )
         seen[(id(hold.nbytes), shape)] = hold.nbytes
