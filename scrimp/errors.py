@@ -19,6 +19,10 @@ class CaptureError(ScrimpError):
     """A model whose training cannot be told as one graph, or a batch that does not belong to it."""
 
 
+class PlanError(ScrimpError):
+    """A question to the planner that does not make sense, or that has no answer."""
+
+
 class FitError(ScrimpError):
     """It does not fit: how many bytes, where, when, and what would help."""
 

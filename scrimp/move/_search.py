@@ -23,12 +23,12 @@ has as many types as there are ways to write a size (715 for 512 devices and 4 d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from math import prod
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TypeVar
 
-Type = tuple[tuple[int, ...], ...]
+from scrimp.move._space import Node, Op, Path, Space, Type
+
+Entry = TypeVar("Entry")
 
 EXACT_ATOMS = 4  # up to this many atoms the label space is searched whole
 LABEL_TYPES = 300  # beyond that many types on a side, the label space keeps the ones with fewest pushes
@@ -37,99 +37,18 @@ SUMMED_TYPES = 60  # and for the types whose sums are placed, each in many ways
 KEEP = 4  # programs handed on to be priced exactly
 
 
-class Op(NamedTuple):
-    kind: str
-    atoms: tuple[int, ...]
-    dim: int = -1
-    to_dim: int = -1
-
-
-class Node(NamedTuple):
-    """A type that can be reached from src (or that can reach dst), the price so far, and how."""
-
-    dims: Type
-    counts: tuple[int, ...]
-    local: int
-    price: float
-    flat: float  # the part of the price that is flat steps, in local sizes
-    ops: tuple[Op, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Path:
-    """A program over atoms; `relabel` is the type a permute ends in, between the ops before and after it."""
-
-    price: float
-    before: tuple[Op, ...]
-    relabel: Type | None
-    after: tuple[Op, ...]
-
-
-class Block(NamedTuple):
-    """What the search asks of a run of atoms again and again; `kinds` are their sizes and links."""
-
-    sizes: tuple[int, ...]
-    kinds: tuple[tuple[int, float, float], ...]
-    members: int
-    latency: float
-    pace: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Space:
-    """A move over atoms. `sizes`, `latency` and `pace` (seconds per element) are per atom; `reduced` atoms are
-    partial in src only, `kept` atoms partial in both."""
-
-    shape: tuple[int, ...]
-    padded: tuple[int, ...]
-    cap: int
-    sizes: tuple[int, ...]
-    latency: tuple[float, ...]
-    pace: tuple[float, ...]
-    src: Type
-    dst: Type
-    reduced: tuple[int, ...]
-    kept: tuple[int, ...]
-    by_size: bool
-    _blocks: dict[tuple[int, ...], Block] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def block(self, atoms: tuple[int, ...]) -> Block:
-        known = self._blocks.get(atoms)
-        if known is None:
-            sizes = tuple(self.sizes[atom] for atom in atoms)
-            latency = max((self.latency[atom] for atom in atoms), default=0.0)
-            pace = max((self.pace[atom] for atom in atoms), default=0.0)
-            kinds = tuple((self.sizes[atom], self.latency[atom], self.pace[atom]) for atom in atoms)
-            known = self._blocks[atoms] = Block(sizes, kinds, prod(sizes), latency, pace)
-        return known
-
-    def counts(self, dims: Type) -> tuple[int, ...]:
-        return tuple([self.block(atoms).members for atoms in dims])
-
-    def local(self, counts: tuple[int, ...]) -> int:
-        numel = 1
-        for size, whole, count in zip(self.shape, self.padded, counts, strict=True):
-            part = whole // count
-            numel *= part if part < size else size
-        return numel
-
-    def key(self, dims: Type) -> object:
-        """What makes two types the same in this space."""
-        return tuple([self.block(atoms).kinds for atoms in dims]) if self.by_size else dims
-
-
 def search(space: Space, at_least: float, best: float = float("inf")) -> list[Path]:
     """The cheapest programs in this space, best first, of those that cost less than `best`. `at_least`: no program's
     flat steps cost less than this many local sizes (`_shortcuts` has found those that do)."""
     found = _Found(space, at_least, best)
     front, back = _fall(space), _rise(space)
     found.join(front, back)
-    front_1 = _all_to_all(space, front, found, reverse=False)
+    front_1 = _all_to_all(space, _as_large(space, front, back), found, reverse=False)
     found.join(front_1, back)
-    back_1 = _all_to_all(space, back, found, reverse=True)
+    back_1 = _all_to_all(space, _as_large(space, back, front), found, reverse=True)
     found.join(front, back_1)
     found.join(front_1, back_1)
-    front_2 = _all_to_all(space, front_1, found, reverse=False)
+    front_2 = _all_to_all(space, front_1, found, reverse=False, ends=_cheapest(back_1))
     found.join(front_2, back_1)
     return found.paths()
 
@@ -145,26 +64,27 @@ class _Found:
         self.best = best
         self.all: dict[object, Path] = {}
 
-    def hopeless(self, node: Node, *, reverse: bool) -> bool:
-        """Whether no program through this node can be the best: its flat steps cost at least so much, and from
-        the front it must still rise to the end's size."""
-        rise = 0 if reverse else self.out - node.local
-        flat = max(node.flat, self.at_least) - node.flat
-        return node.price + (rise + flat * node.local) * self.fastest >= self.best
+    def hopeless(self, price: float, flat: float, local: int, *, reverse: bool) -> bool:
+        """Whether no program through a node of this price can be the best: its flat steps cost at least so much, and
+        from the front it must still rise to the end's size."""
+        rise = 0 if reverse else self.out - local
+        more = max(flat, self.at_least) - flat
+        return price + (rise + more * local) * self.fastest >= self.best
 
     def join(self, front: dict[object, Node], back: dict[object, Node]) -> None:
         if not self.space.by_size:
             for key in front.keys() & back.keys():
                 self._add(front[key], back[key], None, 0.0)
-        by_counts: dict[tuple[int, ...], Node] = {}
-        for node in back.values():
-            other = by_counts.get(node.counts)
-            if other is None or node.price < other.price:
-                by_counts[node.counts] = node
+        ends = _cheapest(back)
         for node in front.values():
-            other = by_counts.get(node.counts)
-            if other is not None and other.dims != node.dims:
-                self._add(node, other, other.dims, self._permute_price(node, other))
+            other = ends.get(node.counts)
+            if other is None or other.dims == node.dims or self.too_dear(node.price, other):
+                continue
+            self._add(node, other, other.dims, self._permute_price(node, other))
+
+    def too_dear(self, price: float, other: Node) -> bool:
+        """Whether `_add` would not look at what these two make."""
+        return price + other.price > 2 * self.best
 
     def _permute_price(self, a: Node, b: Node) -> float:
         moved = {atom for have, want in zip(a.dims, b.dims, strict=True) if have != want for atom in {*have, *want}}
@@ -187,6 +107,25 @@ class _Found:
     def paths(self) -> list[Path]:
         order = sorted(self.all.values(), key=lambda path: (path.price, len(path.before) + len(path.after)))
         return order[:KEEP]
+
+
+def _as_large(space: Space, nodes: dict[object, Node], others: dict[object, Node]) -> dict[object, Node]:
+    """Those that have the local size of one of the others. The rest are never joined: where tiles are even, an all_to_all
+    leaves the local size."""
+    if space.shape != space.padded:
+        return nodes
+    sizes = {node.local for node in others.values()}
+    return {key: node for key, node in nodes.items() if node.local in sizes}
+
+
+def _cheapest(nodes: dict[object, Node]) -> dict[tuple[int, ...], Node]:
+    """For each number of tiles per dim the cheapest type."""
+    cheapest: dict[tuple[int, ...], Node] = {}
+    for node in nodes.values():
+        other = cheapest.get(node.counts)
+        if other is None or node.price < other.price:
+            cheapest[node.counts] = node
+    return cheapest
 
 
 def _fall(space: Space) -> dict[object, Node]:
@@ -297,43 +236,86 @@ def _like(space: Space, atom: int) -> object:
     return ("like", space.sizes[atom], space.latency[atom], space.pace[atom])
 
 
-def _all_to_all(space: Space, nodes: dict[object, Node], found: _Found, *, reverse: bool) -> dict[object, Node]:
-    """Every type one all_to_all further (or, reversed, one before)."""
+def _all_to_all(
+    space: Space,
+    nodes: dict[object, Node],
+    found: _Found,
+    *,
+    reverse: bool,
+    ends: dict[tuple[int, ...], Node] | None = None,
+) -> dict[object, Node]:
+    """Every type one all_to_all further (or, reversed, one before); with `ends` only those that can be joined with one
+    of them. This is where the search spends its time: what holds for all dims that a block may go to is settled before
+    they are looked at, prices before types are made."""
     reached: dict[object, Node] = {}
+    even = space.shape == space.padded  # an all_to_all then leaves the local size
+    block_of, by_size = space.block, space.by_size
+    targets = _Targets(space, ends)
     for node in nodes.values():
-        least = node._replace(flat=node.flat + 0.5, price=node.price + node.local * found.fastest / 2)
-        if found.hopeless(least, reverse=reverse):
+        least = node.price + node.local * found.fastest / 2
+        if found.hopeless(least, node.flat + 0.5, node.local, reverse=reverse):
             continue  # not even an all_to_all of two helps
-        for dim, to_dim, split in _moves(space, node):
-            stack = node.dims[dim]
-            moved = stack[split:]
-            block = space.block(moved)
-            m = block.members
-            flat = (m - 1) / m
-            price = node.price + block.latency * (m - 1) + node.local * block.pace * flat
-            dims, counts = list(node.dims), list(node.counts)
-            dims[dim], dims[to_dim] = stack[:split], dims[to_dim] + moved
-            counts[dim], counts[to_dim] = counts[dim] // m, counts[to_dim] * m
-            ends, key = tuple(dims), space.key(tuple(dims))
-            old = reached.get(key)
-            if old is not None and old.price <= price:
-                continue
-            op = Op("all_to_all", moved, to_dim, dim) if reverse else Op("all_to_all", moved, dim, to_dim)
-            local = space.local(tuple(counts))
-            further = Node(ends, tuple(counts), local, price, node.flat + flat, (*node.ops, op))
-            if local <= space.cap and not found.hopeless(further, reverse=reverse):
-                reached[key] = further
+        last = node.ops[-1] if node.ops else None
+        came = last.atoms if last is not None and last.kind == "all_to_all" else None
+        names = tuple([block_of(stack).kinds for stack in node.dims]) if by_size else node.dims
+        for dim, stack in enumerate(node.dims):
+            for split in range(len(stack)):
+                moved = stack[split:]
+                if moved == came:
+                    continue  # the block that came last would better have gone there at once
+                block = block_of(moved)
+                m = block.members
+                goals = targets.of(node.counts, dim, m)
+                if not goals:
+                    continue
+                flat = (m - 1) / m
+                price = node.price + block.latency * (m - 1) + node.local * block.pace * flat
+                flat += node.flat
+                if even and (node.local > space.cap or found.hopeless(price, flat, node.local, reverse=reverse)):
+                    continue
+                left = stack[:split]
+                left_name = block_of(left).kinds if by_size else left
+                for to_dim, counts in goals:
+                    if ends is not None and found.too_dear(price, ends[counts]):
+                        continue
+                    grown = node.dims[to_dim] + moved
+                    key = _with(names, dim, left_name, to_dim, names[to_dim] + block.kinds if by_size else grown)
+                    old = reached.get(key)
+                    if old is not None and old.price <= price:
+                        continue
+                    local = node.local if even else space.local(counts)
+                    if not even and (local > space.cap or found.hopeless(price, flat, local, reverse=reverse)):
+                        continue
+                    op = Op("all_to_all", moved, to_dim, dim) if reverse else Op("all_to_all", moved, dim, to_dim)
+                    dims = _with(node.dims, dim, left, to_dim, grown)
+                    reached[key] = Node(dims, counts, local, price, flat, (*node.ops, op))
     return reached
 
 
-def _moves(space: Space, node: Node) -> Iterator[tuple[int, int, int]]:
-    """(dim, to_dim, where the block starts in the stack) of every all_to_all that the sizes allow."""
-    last = node.ops[-1] if node.ops else None
-    for dim, stack in enumerate(node.dims):
-        for split in range(len(stack)):
-            if last is not None and last.kind == "all_to_all" and last.atoms == stack[split:]:
-                continue  # the block that came last would better have gone there at once
-            m = space.block(stack[split:]).members
-            for to_dim, count in enumerate(node.counts):
-                if to_dim != dim and space.padded[to_dim] % (count * m) == 0:
-                    yield dim, to_dim, split
+class _Targets:
+    """The dims that a block may go to, and the tiles per dim thereafter: what the sizes allow, and, with `ends`, what these
+    have. Asked often for few different tiles, so the answers are kept."""
+
+    def __init__(self, space: Space, ends: dict[tuple[int, ...], Node] | None) -> None:
+        self.padded = space.padded
+        self.ends = ends
+        self.known: dict[tuple[tuple[int, ...], int, int], list[tuple[int, tuple[int, ...]]]] = {}
+
+    def of(self, counts: tuple[int, ...], dim: int, members: int) -> list[tuple[int, tuple[int, ...]]]:
+        known = self.known.get((counts, dim, members))
+        if known is None:
+            known = []
+            for to_dim, count in enumerate(counts):
+                after = _with(counts, dim, counts[dim] // members, to_dim, count * members)
+                fits = to_dim != dim and self.padded[to_dim] % (count * members) == 0
+                if fits and (self.ends is None or after in self.ends):
+                    known.append((to_dim, after))
+            self.known[counts, dim, members] = known
+        return known
+
+
+def _with(entries: tuple[Entry, ...], dim: int, entry: Entry, to_dim: int, to_entry: Entry) -> tuple[Entry, ...]:
+    """The same with two entries replaced."""
+    out = list(entries)
+    out[dim], out[to_dim] = entry, to_entry
+    return tuple(out)

@@ -11,7 +11,7 @@ from scrimp.cluster import Cluster, Link
 from scrimp.layout import Layout, Mesh
 from scrimp.move._atoms import Atoms
 from scrimp.move._program import FLAT, Step
-from scrimp.move._search import Op, Path
+from scrimp.move._space import Op, Path
 from scrimp.move._tiles import missing_numel, sources, tiles
 
 Call = tuple[str, int, tuple[str, ...]]  # kind, dim, axes
@@ -132,10 +132,14 @@ def priced(
     out = []
     for step in steps:
         received, messages = _traffic(step, shape, padded, mesh)
-        link = cluster.link(step.axes or _changed_axes(step))
-        seconds = link.seconds(messages, received * itemsize) if messages else 0.0
+        seconds = step_link(step, cluster).seconds(messages, received * itemsize) if messages else 0.0
         out.append(replace(step, received_numel=received, messages=messages, seconds=seconds))
     return tuple(out)
+
+
+def step_link(step: Step, cluster: Cluster) -> Link:
+    """The slowest link that a step crosses."""
+    return cluster.link(step.axes or _changed_axes(step))
 
 
 def _traffic(step: Step, shape: tuple[int, ...], padded: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:

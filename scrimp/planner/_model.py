@@ -1,0 +1,249 @@
+"""The integer program, as arrays.
+
+Variables (of the reduced problem, `_reduce.py`)
+
+    s[i,p]      1 if node i takes option p                              binary
+    e[l,a,b]    1 if link l has class a at its one end, b at the other  continuous, for allowed pairs only; whole if s is
+    u[t]        bytes at point t                                        only where points are telescoped
+    z           the peak
+    one         1: what is constant in an objective is its cost
+
+Constraints                                                             added by
+
+    sum_p s[i,p] = 1                      for every node                _choose
+    sum_b e[l,a,b] = sum_{p in a} s[i,p]  for every class a             _agree
+    sum_a e[l,a,b] = sum_{q in b} s[j,q]  for every class b             _agree
+    floor[t] + sum w s + sum w e <= z     for every point               _hold_points, or, where that has fewer entries,
+    u[t] = u[t-1] + born - died, u[t] <= z                              _hold_telescoped
+    sum of all held bytes <= z'           one row                       _hold_sum
+    sum of s and e over a cover < parts   one row for each of them      forbid
+
+Objectives: z (the peak), the held bytes, or the seconds. A limit is an upper bound of z or z', so that its reduced cost in the
+last linear program is the price of a byte. `_caps` fixes variables to 0 that no better choice can have: an option that alone
+is over the limit, or slower than a choice that is known.
+
+Bytes are counted in units in which a known choice's peak is 1,000 above the floor, seconds in such that it takes 1,000; with
+constants taken out before, the tolerances of a solver (1e-9 here) are some 1e-12 of what is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from scrimp.planner._points import Numbers
+from scrimp.planner._reduce import Costs, Reduced
+
+SCALE = 1e3
+PEAK, HELD, SECONDS = "peak", "held", "seconds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """minimise cost x, rows_lower <= A x <= rows_upper, lower <= x <= upper; A by columns (start, index, value)."""
+
+    cost: Numbers
+    lower: Numbers
+    upper: Numbers
+    whole: Numbers
+    rows_lower: Numbers
+    rows_upper: Numbers
+    start: Numbers
+    index: Numbers
+    value: Numbers
+
+
+class Model:
+    """`nbytes`, `seconds`: the units. Columns stand in the order of the list above."""
+
+    def __init__(self, reduced: Reduced, nbytes: float, seconds: float) -> None:
+        self.reduced, self.nbytes, self.seconds = reduced, nbytes, seconds
+        self.base = int(reduced.floor.max())
+        self.options: list[Numbers] = []
+        self.pairs: list[Numbers] = []  # of a link: column by pair of classes, -1 where it is forbidden
+        count = 0
+        for node in reduced.nodes:
+            self.options.append(np.arange(count, count + len(node.seconds)))
+            count += len(node.seconds)
+        self.binaries = count
+        for link in reduced.links:
+            allowed = np.isfinite(link.costs.seconds)
+            columns = np.full(allowed.shape, -1)
+            columns[allowed] = np.arange(count, count + allowed.sum())
+            self.pairs.append(columns)
+            count += int(allowed.sum())
+        self.usage = np.arange(count, count + len(reduced.floor)) if self.telescoped else np.arange(0)
+        self.peak = count + len(self.usage)
+        self.held = self.peak + 1
+        self.one = self.peak + 2
+        self.columns = self.peak + 3
+        self._entries: list[tuple[Numbers, Numbers, Numbers]] = []
+        self._lower: list[float] = []
+        self._upper: list[float] = []
+        self._choose()
+        self._agree()
+        if self.telescoped:
+            self._hold_telescoped()
+        else:
+            self._hold_points()
+        self._hold_sum()
+        self._assemble()
+        self._given = len(self._lower)
+
+    def _assemble(self) -> None:
+        rows, columns, values = (np.concatenate(each) for each in zip(*self._entries, strict=True))
+        order = np.lexsort((rows, columns))
+        self.index, self.value = rows[order], values[order]
+        self.start = np.concatenate([[0], np.cumsum(np.bincount(columns, minlength=self.columns))])
+        self.rows = len(self._lower)
+
+    def allow(self) -> None:
+        """All that was forbidden for other limits."""
+        if self.rows > self._given:
+            del self._entries[self._given :], self._lower[self._given :], self._upper[self._given :]
+            self._assemble()
+
+    def forbid(self, choice: tuple[int, ...], point: int | None) -> None:
+        """A row against a choice that is over a limit at a point (None: in the sum of all held bytes) by less than a solver's
+        tolerance, and against all that hold as much there: one of the parts that hold something must hold less."""
+        columns, parts = [], 0
+        for (costs, at), (_, places) in zip(self.reduced.picked(choice), self.parts, strict=True):
+            tables = [costs.held] if point is None else [t for first, last, t in costs.spans if first <= point <= last]
+            for table in tables:
+                if table[at]:
+                    parts += 1
+                    columns.append(places[(table >= table[at]) & (places >= 0)])
+        self._row(np.concatenate(columns), np.ones(sum(map(len, columns))), -np.inf, parts - 1.0)
+        self._assemble()
+
+    @cached_property
+    def parts(self) -> list[tuple[Costs, Numbers]]:
+        """Costs and their columns, of all nodes and links."""
+        nodes = [(costs, columns) for costs, columns in zip(self.reduced.nodes, self.options, strict=True)]
+        return nodes + [(link.costs, columns) for link, columns in zip(self.reduced.links, self.pairs, strict=True)]
+
+    @cached_property
+    def telescoped(self) -> bool:
+        """Whether rows of changes have fewer entries than rows of points."""
+        everything = [*self.reduced.nodes, *(link.costs for link in self.reduced.links)]
+        whole = sum((last - first + 1) * np.count_nonzero(table) for costs in everything for first, last, table in costs.spans)
+        changes = sum(np.count_nonzero(table) for costs in everything for _, table in _changes(costs, len(self.reduced.floor)))
+        return bool(changes + 4 * len(self.reduced.floor) < whole + len(self.reduced.floor))
+
+    def _row(self, columns: Any, values: Any, lower: float, upper: float) -> None:
+        columns = np.asarray(columns, np.int64)
+        self._entries.append((np.full(len(columns), len(self._lower)), columns, np.asarray(values, float)))
+        self._lower.append(lower)
+        self._upper.append(upper)
+
+    def _choose(self) -> None:
+        for columns in self.options:
+            self._row(columns, np.ones(len(columns)), 1.0, 1.0)
+
+    def _agree(self) -> None:
+        for link, pairs in zip(self.reduced.links, self.pairs, strict=True):
+            for side in (0, 1):
+                options = self.options[link.nodes[side]]
+                for k in range(pairs.shape[side]):
+                    row = pairs.take(k, side)
+                    row, taken = row[row >= 0], options[link.classes[side] == k]
+                    self._row(np.concatenate([row, taken]), np.repeat([1.0, -1.0], [len(row), len(taken)]), 0.0, 0.0)
+
+    def _hold_points(self) -> None:
+        floor = self.reduced.floor
+        columns: list[list[Numbers]] = [[] for _ in floor]
+        values: list[list[Numbers]] = [[] for _ in floor]
+        for costs, places in self.parts:
+            for first, last, table in costs.spans:
+                held = table != 0
+                for point in range(first, last + 1):
+                    columns[point].append(places[held])
+                    values[point].append(table[held] / self.nbytes)
+        for point, here in enumerate(columns):
+            space = (self.base - int(floor[point])) / self.nbytes
+            self._row(np.concatenate([*here, [self.peak]]), np.concatenate([*values[point], [-1.0]]), -np.inf, space)
+
+    def _hold_telescoped(self) -> None:
+        floor = self.reduced.floor
+        columns: list[list[Numbers]] = [[] for _ in floor]
+        values: list[list[Numbers]] = [[] for _ in floor]
+        constants = np.diff(floor, prepend=self.base).astype(float)
+        for costs, places in self.parts:
+            for point, table in _changes(costs, len(floor)):
+                columns[point].append(places[table != 0])
+                values[point].append(-table[table != 0] / self.nbytes)
+        for point, here in enumerate(columns):
+            before = [self.usage[point - 1]] if point else []
+            chain = np.concatenate([[self.usage[point]], before]), np.concatenate([[1.0], -np.ones(len(before))])
+            change = constants[point] / self.nbytes
+            self._row(np.concatenate([*here, chain[0]]), np.concatenate([*values[point], chain[1]]), change, change)
+            self._row([self.usage[point], self.peak], [1.0, -1.0], -np.inf, 0.0)
+
+    def _hold_sum(self) -> None:
+        parts = [(places[costs.held != 0], costs.held[costs.held != 0]) for costs, places in self.parts]
+        columns = np.concatenate([*(places for places, _ in parts), [self.held]])
+        self._row(columns, np.concatenate([*(held / self.nbytes for _, held in parts), [-1.0]]), -np.inf, 0.0)
+
+    def program(self, objective: str, limit: float, held: float, seconds: float) -> Program:
+        """To minimise one of PEAK, HELD, SECONDS with a peak, a sum of held bytes and seconds of at most these."""
+        cost, lower, upper = np.zeros(self.columns), np.zeros(self.columns), np.ones(self.columns)
+        if objective == SECONDS:
+            for costs, places in self.parts:
+                allowed = places >= 0
+                cost[places[allowed]] = costs.seconds[allowed] / self.seconds
+            cost[self.one] = self.reduced.seconds / self.seconds
+        elif objective == PEAK:
+            cost[[self.peak, self.one]] = 1.0, self.base / self.nbytes
+        else:
+            cost[[self.held, self.one]] = 1.0, self.reduced.held / self.nbytes
+        lower[self.one] = 1.0
+        lower[self.usage], upper[self.usage] = -np.inf, np.inf
+        upper[self.peak] = (limit - self.base) / self.nbytes
+        upper[self.held] = (held - self.reduced.held) / self.nbytes
+        self._caps(upper, limit, held, seconds)
+        whole = np.zeros(self.columns, bool)
+        whole[: self.binaries] = True
+        return Program(
+            cost=cost, lower=lower, upper=upper, whole=whole, rows_lower=np.array(self._lower), rows_upper=np.array(self._upper),
+            start=self.start, index=self.index, value=self.value,
+        )  # fmt: skip
+
+    def _caps(self, upper: Numbers, limit: float, held: float, seconds: float) -> None:
+        room = limit - self.reduced.floor
+        for costs, places in self.parts:
+            over = (costs.seconds > seconds - self.reduced.seconds) | (costs.held > held - self.reduced.held)
+            for first, last, table in costs.spans:
+                over |= table > room[first : last + 1].min()
+            upper[places[over & (places >= 0)]] = 0.0
+
+    def unit(self, objective: str) -> float:
+        return self.seconds if objective == SECONDS else self.nbytes
+
+    def read(self, values: Numbers) -> tuple[int, ...]:
+        """Of every free node the option that a solution has most of, the first of equals."""
+        return tuple(int(np.argmax(np.round(values[columns], 9))) for columns in self.options)
+
+    def write(self, choice: tuple[int, ...]) -> Numbers:
+        """A choice as a solution."""
+        values = np.zeros(self.columns)
+        for (costs, at), (_, places) in zip(self.reduced.picked(choice), self.parts, strict=True):
+            values[places[at]] = 1.0
+            values[self.held] += costs.held[at] / self.nbytes
+        above = (self.reduced.profile(choice) - self.base) / self.nbytes
+        values[self.usage] = above[: len(self.usage)]
+        values[self.peak] = above.max()
+        values[self.one] = 1.0
+        return values
+
+
+def _changes(costs: Costs, points: int) -> list[tuple[int, Numbers]]:
+    """By how much its bytes change at points; spans do not overlap and come in order."""
+    changes: dict[int, Numbers] = {}
+    for first, last, table in costs.spans:
+        changes[first] = changes[first] + table if first in changes else table
+        if last + 1 < points:
+            changes[last + 1] = -table
+    return sorted(changes.items())

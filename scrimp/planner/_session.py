@@ -1,0 +1,238 @@
+"""One objective at a time: a first choice by small steps, the linear program for a bound, and branch and bound if they differ.
+
+Every choice is judged by `evaluate` on the problem as it was given. A solver's solution that is over a limit (by less than its
+tolerance) is no solution: it is forbidden and the solver asked again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from scrimp.planner._backend import INFEASIBLE, OPTIMAL, minimise, solver_name
+from scrimp.planner._evaluate import evaluate, held_nbytes
+from scrimp.planner._model import HELD, PEAK, SCALE, SECONDS, Model, Program
+from scrimp.planner._problem import Problem
+from scrimp.planner._reduce import reduce
+from scrimp.planner._search import improve
+
+Progress = Callable[[str, float, float], None]  # the objective, the best value so far, and what none can be below
+
+_EQUAL = 1e-8  # what is nearer than this, relatively, is equal
+_MARGIN = 1e-9  # for sums of floats in another order, and for what a solver may err
+_SEARCH = 0.15  # the part of the time that small steps may take
+IS_OPTIMAL, WITHIN_GAP, TIME_LIMIT = "optimal", "within gap", "time limit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One objective ("peak", "held", "seconds"): the value reached, and what no choice within the limits can be below."""
+
+    objective: str
+    value: float
+    bound: float
+    status: str  # "optimal", "within gap", "time limit"
+    spent_seconds: float
+    variables: int
+    rows: int
+    entries: int
+
+    @property
+    def gap(self) -> float:
+        return (self.value - self.bound) / self.value if self.value > self.bound else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """`choice`: None if there is none, or (`proven` is False) none was found in time. `price`: seconds a byte more would save."""
+
+    choice: tuple[int, ...] | None
+    phase: Phase
+    price: float
+    proven: bool
+
+
+class Session:
+    """A problem made small once, for several questions. Choices are those of the whole problem."""
+
+    def __init__(self, problem: Problem, solver: str | None = None, progress: Progress | None = None) -> None:
+        self.problem, self.solver, self.progress = problem, solver or solver_name(), progress
+        self.reduced = reduce(problem)
+        self.known: list[tuple[int, ...]] = []  # good choices of the free nodes, for one question or another
+
+    @cached_property
+    def model(self) -> Model:
+        nodes, base = self.reduced.nodes, int(self.reduced.floor.max())
+        peaks = [int(self.reduced.profile(choice).max()) - base for choice in self.known] or [0]
+        seconds = [self.value(choice, SECONDS) for choice in self.known]
+        typical = sum(float(node.seconds.max()) for node in nodes) + self.reduced.seconds
+        finite = [each for each in (*seconds, typical) if 0 < each < math.inf]
+        return Model(self.reduced, max(min(peaks), 1) / SCALE, min(finite, default=1.0) / SCALE)
+
+    def value(self, choice: tuple[int, ...], objective: str) -> float:
+        whole = self.reduced.original(choice)
+        if objective == HELD:
+            return held_nbytes(self.problem, whole)
+        found = evaluate(self.problem, whole)
+        return found.peak_nbytes if objective == PEAK else found.seconds
+
+    def fits(self, choice: tuple[int, ...], limit: float, held_limit: float) -> bool:
+        whole = self.reduced.original(choice)
+        peak, _, seconds, _ = evaluate(self.problem, whole)
+        return peak <= limit and seconds < math.inf and (held_limit == math.inf or held_nbytes(self.problem, whole) <= held_limit)
+
+    def learn(self, choice: Sequence[int]) -> None:
+        """A choice of the whole problem that may be a good start."""
+        reduced = self.reduced.reduced(choice)
+        if reduced is not None:
+            self.known.append(reduced)
+
+    def minimise(
+        self, objective: str, *, limit: float = math.inf, held_limit: float = math.inf, seconds: float, gap: float
+    ) -> Found:
+        return _Question(self, objective, limit, held_limit, seconds, gap).answer()
+
+
+class _Question:
+    def __init__(self, session: Session, objective: str, limit: float, held_limit: float, seconds: float, gap: float) -> None:
+        self.session, self.objective, self.limit, self.held_limit, self.gap = session, objective, limit, held_limit, gap
+        self.begin = time.monotonic()
+        self.deadline = self.begin + seconds
+        self.search_deadline = self.begin + seconds * _SEARCH
+        reduced = session.reduced
+        self.bound: float = {PEAK: int(reduced.floor.max()), HELD: reduced.held}.get(objective, reduced.seconds * (1 - _MARGIN))
+        self.best: tuple[int, ...] | None = None
+        self.value = math.inf
+        self.price = 0.0
+        self.size = (0, 0, 0)
+
+    def answer(self) -> Found:
+        reduced = self.session.reduced
+        if self.limit < reduced.floor.max() or self.held_limit < reduced.held:
+            return self.found(proven=True)
+        for choice in list(self.session.known):
+            self.take(choice)
+        self.search(self.best or tuple(int(node.seconds.argmin()) for node in reduced.nodes))
+        if self.close_enough(_EQUAL):
+            return self.found(proven=True)
+        self.session.model.allow()
+        return self.found(proven=not self.relax() or self.branch())
+
+    def found(self, *, proven: bool) -> Found:
+        value = self.value if self.best is not None else math.inf
+        bound = min(self.bound, value)
+        status = IS_OPTIMAL if self.close_enough(_EQUAL) else WITHIN_GAP if self.close_enough(self.gap) else TIME_LIMIT
+        variables, rows, entries = self.size
+        phase = Phase(
+            objective=self.objective, value=value, bound=bound, status=status, spent_seconds=time.monotonic() - self.begin,
+            variables=variables, rows=rows, entries=entries,
+        )  # fmt: skip
+        choice = None if self.best is None else self.session.reduced.original(self.best)
+        return Found(choice=choice, phase=phase, price=self.price, proven=proven)
+
+    def take(self, choice: tuple[int, ...]) -> None:
+        """The better of what is known and this, if this fits."""
+        if self.session.fits(choice, self.limit, self.held_limit):
+            value = self.session.value(choice, self.objective)
+            if value < self.value:
+                self.best, self.value = choice, value
+                self.session.known.append(choice)
+                self.tell()
+
+    def search(self, choice: tuple[int, ...]) -> None:
+        targets = (max(self.bound, 0), self.limit) if self.objective == PEAK else (self.limit,)
+        for target in targets:
+            choice = improve(self.session.reduced, choice, self.objective, target, self.held_limit, self.search_deadline)
+            self.take(choice)
+
+    def tell(self) -> None:
+        if self.session.progress is not None:
+            self.session.progress(self.objective, self.value, self.bound)
+
+    def close_enough(self, gap: float) -> bool:
+        return self.best is not None and self.value - self.bound <= max(gap, _EQUAL) * self.value
+
+    def raise_bound(self, bound: float) -> None:
+        """From a solver, in its units; rounded the safe way, and for bytes up to the next whole one."""
+        bound *= self.session.model.unit(self.objective)
+        if not math.isfinite(bound):
+            return
+        if self.objective != SECONDS:
+            slack = 1e-7 * max(bound - self.bound, 1.0)
+            bound = math.ceil(bound - slack)
+        else:
+            bound *= 1 - _MARGIN
+        self.bound = max(self.bound, bound)
+
+    def relax(self) -> bool:
+        """The linear program; False if not even that has a solution."""
+        model = self.session.model
+        self.size = (model.columns, model.rows, len(model.value))
+        left = self.deadline - time.monotonic()
+        answer = minimise(self.program(), whole=False, seconds=left, solver=self.session.solver)
+        if answer.status == INFEASIBLE:
+            return self.best is not None
+        if answer.status == OPTIMAL and answer.values is not None and answer.reduced is not None:
+            self.raise_bound(answer.bound)
+            if self.objective == SECONDS:
+                self.price = max(0.0, -float(answer.reduced[[model.peak, model.held]].sum())) * model.seconds / model.nbytes
+            choice = model.read(answer.values)
+            self.take(choice)
+            if not self.close_enough(_EQUAL):
+                self.search_deadline = time.monotonic() + _SEARCH * max(self.deadline - time.monotonic(), 0)
+                self.search(choice)
+            self.tell()
+        return True
+
+    def program(self) -> Program:
+        caps = {PEAK: self.limit, HELD: self.held_limit, SECONDS: math.inf}
+        if self.best is not None:
+            caps[self.objective] = min(
+                caps[self.objective], self.value * (1 + _MARGIN) if self.objective == SECONDS else self.value
+            )
+        return self.session.model.program(self.objective, caps[PEAK], caps[HELD], caps[SECONDS])
+
+    def branch(self) -> bool:
+        """Branch and bound until the gap is closed or the time is up; whether, if there is no choice, that is proven."""
+        model = self.session.model
+        while not self.close_enough(self.gap):
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                return False
+            start = None if self.best is None else model.write(self.best)
+            answer = minimise(
+                self.program(), whole=True, seconds=left, gap=self.gap, start=start, watch=self.watch, solver=self.session.solver
+            )
+            if answer.status == INFEASIBLE:
+                return True
+            self.raise_bound(answer.bound)
+            if answer.values is None:
+                return False
+            choice = model.read(answer.values)
+            if self.over(choice):
+                continue
+            self.take(choice)
+            self.tell()
+            return answer.status == OPTIMAL
+        return True
+
+    def watch(self, value: float, bound: float) -> None:
+        if self.session.progress is not None:
+            unit = self.session.model.unit(self.objective)
+            self.session.progress(self.objective, value * unit, max(bound * unit, self.bound))
+
+    def over(self, choice: tuple[int, ...]) -> bool:
+        """Whether a solver's choice is over a limit after all; it will not come back."""
+        profile = self.session.reduced.profile(choice)
+        if profile.max() > self.limit:
+            self.session.model.forbid(choice, int(np.argmax(profile)))
+        elif self.session.value(choice, HELD) > self.held_limit:
+            self.session.model.forbid(choice, None)
+        else:
+            return False
+        return True
