@@ -172,7 +172,9 @@ class _Capture:
             node = part.inputs[position]
             if node in owned or any(node in each.inputs for each in later):
                 what = f"the parameter {owned[node].name}" if node in owned else f"'{node.name}', which other layers read later,"
-                raise CaptureError(f"{self.where(part.nodes[0])}: {what} is written into in place; write into a copy, or {WAY_OUT}")
+                raise CaptureError(
+                    f"{self.where(part.nodes[0])}: {what} is written into in place; write into a copy, or {WAY_OUT}"
+                )
 
     def _node_paths(self, nodes: Sequence[fx.Node]) -> list[str]:
         """Nodes that no module is known for stand with the one before."""

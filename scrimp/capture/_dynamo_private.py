@@ -71,7 +71,7 @@ def modules_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def line_of(stack_trace: str | None) -> str:
-    """"zoo/gpt.py:77": the innermost line of a stack as text, without the folders above the file's own."""
+    """ "zoo/gpt.py:77": the innermost line of a stack as text, without the folders above the file's own."""
     files = [line for line in (stack_trace or "").splitlines() if line.lstrip().startswith("File ")]
     if not files:
         return "?"

@@ -104,7 +104,7 @@ class Assembly:
                 # The last of the part's layers is looked at: what it makes goes to other parts alone.
                 behind = [self.parts[r.part].point(span[1]) for r in readers if r.part != k for span in r.use.spans]
                 self._hold(k, root, part.point(first), max([part.point(last), *behind]))
-        inputs = dict(zip(model.graph.inputs, self.graph.layers[part.last].inputs, strict=True))
+        inputs = dict(zip(model.borders, self.graph.layers[part.last].inputs, strict=True))
         for name, gradient in model.graph.gradients:
             root = model.values[gradient].storage
             if root not in model.lives:
@@ -141,7 +141,7 @@ class Assembly:
     def _input_name(self, reading: int, k: int, output: str) -> str:
         part = self.parts[reading]
         for layer in range(part.first, part.first + part.count):
-            for name, source in zip(part.model.graph.inputs, self.graph.layers[layer].inputs, strict=True):
+            for name, source in zip(part.model.borders, self.graph.layers[layer].inputs, strict=True):
                 if source.layer is not None and self.part_of[source.layer] == k and source.name == output:
                     return name
         raise LookupError(output)

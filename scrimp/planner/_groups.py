@@ -8,8 +8,10 @@ is left is few choices a layer: products, norms, attention, additions of two bra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import mul
 
 from scrimp.capture._graph import LayerGraph, Op, Value
 from scrimp.planner._atoms import Atoms
@@ -53,7 +55,8 @@ def groups_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> tuple[Grou
     found: dict[int, list[int]] = {}
     for index, leader in enumerate(_leaders(graph, of_op)):
         found.setdefault(leader, []).append(index)
-    return tuple(_group(graph, members, of_op) for members in found.values())
+    known: dict[str, list[list[int]]] = {}  # of values so far, the sizes of what their dims are made of
+    return tuple(_group(graph, members, of_op, known) for members in found.values())
 
 
 def kept_whole(op: Op, values: Mapping[str, Value]) -> Rule:
@@ -119,7 +122,8 @@ def _leaders(graph: LayerGraph, rules: Sequence[Rule]) -> list[int]:
     return [find(index) for index in range(len(graph.ops))]
 
 
-def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule]) -> Group:
+def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], known: dict[str, list[list[int]]]) -> Group:
+    """`known`: a product of rows that come from elsewhere as batch times sequence is cut like that here too."""
     atoms, seen = Atoms(), {}  # type: ignore[var-annotated]
     own = {index: [atoms.new(factor.size, whole=factor.kind == WHOLE) for factor in rules[index].factors] for index in indices}
 
@@ -135,6 +139,19 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule]) -> 
         for result, made in zip(op.outputs, rule.outputs, strict=True):
             if result is not None and made is not None:
                 see(result, [[own[index][k] for k in dim] for dim in made])
+    for name, gradient in (*graph.gradients, *graph.tangents):
+        if name in seen and gradient in seen:
+            see(gradient, seen[name])
+    for one, other in _mirrored(graph, indices):
+        here = {atom for dim in seen[other] for atom in atoms.of(dim)}
+        ahead = {atom for k in indices if not graph.ops[k].backward for atom in atoms.of(own[k])}
+        if not here & ahead:  # nothing has said yet how they are to be split
+            see(other, seen[one])
+    for name, dims in seen.items():
+        for dim, cuts in zip(dims, known.get(name, ()), strict=False):
+            if _nests([atoms.size(atom) for atom in atoms.of(dim)], cuts):
+                atoms.unify(dim, [atoms.new(size) for size in cuts])
+    known.update({name: [[atoms.size(atom) for atom in atoms.of(dim)] for dim in dims] for name, dims in seen.items()})
     numbers = {atom: k for k, atom in enumerate(dict.fromkeys(a for index in indices for a in atoms.of(own[index])))}
 
     def numbered(index: int, factors: Sequence[int]) -> tuple[int, ...]:
@@ -166,6 +183,33 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule]) -> 
         sizes=tuple(atoms.size(atom) for atom in kept),
         may_split=tuple(not atoms.whole(atom) for atom in kept),
     )
+
+
+def _nests(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Cut further, both can be made the same: where one of them is cut, the parts before it divide the other's there."""
+    edges = [[*accumulate(sizes, mul)] for sizes in (one, other)]
+    every = sorted({*edges[0], *edges[1]})
+    return edges[0][-1:] == edges[1][-1:] and all(b % a == 0 for a, b in pairwise(every))
+
+
+def _mirrored(graph: LayerGraph, indices: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Of each cell the tensors of the forward, and those of the backward that look like their gradients: what an operator
+    gives and what its backward gets, and the other way round, where shapes are the same."""
+    shapes = {value.name: value.shape for value in graph.values}
+    cells: dict[int, list[int]] = {}
+    for index in indices:
+        cells.setdefault(graph.ops[index].cell, []).append(index)
+    for cell in cells.values():
+        ahead = [graph.ops[k] for k in cell if not graph.ops[k].backward]
+        behind = [graph.ops[k] for k in cell if graph.ops[k].backward]
+        given = [name for op in ahead for name in op.outputs if name is not None]
+        got = [name for op in ahead for name in op.inputs]
+        for op in behind:
+            for names, pool in ((op.inputs, given), (op.outputs, got)):
+                for name in names:
+                    match = next((other for other in pool if name is not None and shapes[other] == shapes[name]), None)
+                    if match is not None and name is not None and name != match:
+                        yield match, name
 
 
 def _heaviest(graph: LayerGraph, indices: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scrimp.capture._graph import MADE, PARAMETER, LayerGraph, Value
+from scrimp.capture._graph import BORDER, MADE, PARAMETER, LayerGraph, Value
 from scrimp.layout import Mesh
 from scrimp.planner._groups import Group, groups_of
 from scrimp.planner._options import Move, Option, Work, option, splits
@@ -43,6 +43,11 @@ class LayerModel:
     @property
     def forward_ops(self) -> int:
         return sum(1 for op in self.graph.ops if not op.backward)
+
+    @property
+    def borders(self) -> tuple[str, ...]:
+        """Inputs that come from other layers or from the batch, in the order of `Layer.inputs`."""
+        return tuple(name for name in self.graph.inputs if self.values[name].kind == BORDER)
 
     @property
     def weights(self) -> tuple[str, ...]:

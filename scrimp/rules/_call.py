@@ -14,7 +14,7 @@ from scrimp.capture._graph import Named, Op, Ref, Value
 
 @lru_cache(maxsize=None)
 def overload(target: str) -> torch._ops.OpOverload | None:
-    """"aten.mm.default" -> torch.ops.aten.mm.default; None if this torch has none."""
+    """ "aten.mm.default" -> torch.ops.aten.mm.default; None if this torch has none."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part, None)

@@ -47,11 +47,15 @@ def check(
         return [f"{op.target} has no rule"]
     found = faults(rule, call.shapes, call.made)
     if found or not fits(rule, split, mesh):
-        return found or [f"{op.target}: {dict(split)} does not divide the factors {[each.size for each in rule.factors]} on {mesh}"]
+        return found or [
+            f"{op.target}: {dict(split)} does not divide the factors {[each.size for each in rule.factors]} on {mesh}"
+        ]
     inputs = sample(call, seed=seed, floats=getattr(torch, floats), device=device)
     whole = call.run(call.filled([tensor.clone() for tensor in inputs]))
     before, after = layouts(rule, split, sums)
-    parts = [_cut(tensor, rule, dims, layout, mesh, seed) for tensor, dims, layout in zip(inputs, rule.inputs, before, strict=True)]
+    parts = [
+        _cut(tensor, rule, dims, layout, mesh, seed) for tensor, dims, layout in zip(inputs, rule.inputs, before, strict=True)
+    ]
     try:
         made = _run_all(call.op, rule, split, mesh, parts, device)
     except (RuntimeError, IndexError, ValueError, BrokenBarrierError) as error:

@@ -41,7 +41,12 @@ def indexed(call: Call) -> tuple[list[int], list[int], tuple[int, ...], int] | N
         at = call.at("index")
         assert at is not None
         shape = call.shapes[at] or (1,)
-        return [call.arguments["dim"] % max(1, len(call.shape("self")))], [at], shape, call.arguments["dim"] % len(call.shape("self"))
+        return (
+            [call.arguments["dim"] % max(1, len(call.shape("self")))],
+            [at],
+            shape,
+            call.arguments["dim"] % len(call.shape("self")),
+        )
     places = [(dim, at) for dim, at in enumerate(call.all_at("indices")) if at is not None]
     if not places or any(call.dtypes[at] in ("bool", "uint8") for _, at in places):
         return None

@@ -68,7 +68,9 @@ def refine(rule: Rule, factor: int, sizes: Sequence[int]) -> Rule | None:
         inputs=tuple(map(refined, rule.inputs)),
         outputs=tuple(None if dims is None else refined(dims) for dims in rule.outputs),
         linear=rule.linear,
-        talks=tuple(replace(talk, factor=part) for talk in talks for part in (parts if talk.factor == factor else (talk.factor,))),
+        talks=tuple(
+            replace(talk, factor=part) for talk in talks for part in (parts if talk.factor == factor else (talk.factor,))
+        ),
     )
 
 
