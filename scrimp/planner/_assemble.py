@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -83,9 +84,12 @@ class Assembly:
         ahead = self.parts[-1].forward + self.parts[-1].model.forward_ops
         saved = first < ahead <= last
         kind = ACTIVATIONS if saved else TEMPORARIES
+        whole = prod(part.model.values[root].shape) * ITEMSIZE[part.model.values[root].dtype]
         self.sketch.hold(self.nodes[k, group], first, last, kind, nbytes)
+        self.sketch.must_be(first, last, kind, whole)
         if saved and part.count > 1:
             self.sketch.hold(self.nodes[k, group], *part.span, kind, (part.count - 1) * nbytes)
+            self.sketch.must_be(*part.span, kind, (part.count - 1) * whole)
 
     # Values that go to another layer, and their gradients that come back.
 
@@ -122,7 +126,9 @@ class Assembly:
                 group = model.uses[name][0].group
                 nbytes = [self._numel(option.needed[name]) for option in model.options[group]]
                 itemsize = ITEMSIZE[model.values[name].dtype]
-                self.sketch.hold(self.nodes[k, group], 0, self.sketch.points - 1, BUFFERS, itemsize * np.array(nbytes))
+                always = (0, self.sketch.points - 1)
+                self.sketch.hold(self.nodes[k, group], *always, BUFFERS, itemsize * np.array(nbytes))
+                self.sketch.must_be(*always, BUFFERS, itemsize * prod(model.values[name].shape))
 
     def _readers(self, k: int, output: str) -> Iterator[Reader]:
         """Groups of later layers that use an output of this part; of those in the part itself, all but the last use the
@@ -201,6 +207,11 @@ class Assembly:
 
             self.sketch.pair_cost(*pair, part.count * numbers(lambda each: each.seconds))
             always = (0, self.sketch.points - 1)
+            elements = part.count * sum(prod(model.values[name].shape) for name in names)
+            trained = part.count * sum(prod(model.values[name].shape) for name in names if name in gradients)
+            self.sketch.must_be(*always, PARAMETERS, elements * self.precision.weight)
+            self.sketch.must_be(*always, GRADIENTS, trained * self.precision.gradient)
+            self.sketch.must_be(*always, OPTIMIZER, trained * self.precision.states)
             for kind, of in _KINDS.items():
                 self.sketch.pair_hold(*pair, *always, kind, part.count * numbers(of).astype(np.int64))
             spans = [span for name in names for use in model.uses[name] if use.group == group for span in use.spans]

@@ -32,6 +32,7 @@ class Sketch:
     def __init__(self, points: int) -> None:
         self.points = points
         self.nodes: list[_Node] = []
+        self.once: list[tuple[int, int, str, int]] = []  # points, kind and bytes over all devices of all that must be somewhere
         self._edges: dict[tuple[int, int], _Edge] = {}
 
     def node(self, name: str, options: Sequence[str]) -> int:
@@ -44,6 +45,10 @@ class Sketch:
     def hold(self, node: int, first: int, last: int, kind: str, nbytes: Numbers) -> None:
         holds = self.nodes[node].holds
         holds[first, last, kind] = holds.get((first, last, kind), 0) + nbytes
+
+    def must_be(self, first: int, last: int, kind: str, nbytes: int) -> None:
+        """So many bytes, over all devices, whatever is chosen: what is held beyond them is there more than once."""
+        self.once.append((first, last, kind, nbytes))
 
     def pair_cost(self, one: int, other: int, seconds: Numbers) -> None:
         """By option of the one, then of the other; a node and itself is a cost of the node."""

@@ -30,8 +30,15 @@ class Precision:
     states: int
 
 
+OPTIMIZERS = {"adamw": 8, "sgd": 4}  # bytes of moments for each parameter
+PRECISIONS = ("bf16", "megatron-bf16", "fp32")
+
+
 def precision_of(name: str, optimizer: str) -> Precision | None:
-    moments = {"adamw": 8, "sgd": 4}[optimizer]
+    """None if one of them is not known."""
+    moments = OPTIMIZERS.get(optimizer)
+    if moments is None:
+        return None
     return {
         "bf16": Precision(name=name, dtype="bfloat16", weight=2, gradient=0, reduced=2, states=4 + moments),
         "megatron-bf16": Precision(name=name, dtype="bfloat16", weight=2, gradient=4, reduced=4, states=4 + moments),

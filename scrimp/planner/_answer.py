@@ -1,0 +1,86 @@
+"""From the numbers of a solution back to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scrimp.planner._assemble import Assembly
+from scrimp.planner._plan import Kind, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
+from scrimp.planner._solve import Solution
+from scrimp.planner._stack import Part
+from scrimp.planner._states import GRADIENTS, STATES, WEIGHTS, levels
+
+
+def memory_of(assembly: Assembly, solution: Solution) -> PlannedMemory:
+    devices, point = assembly.moves.mesh.size, solution.point
+    once: dict[str, int] = {}
+    for first, last, kind, nbytes in assembly.sketch.once:
+        if first <= point <= last:
+            once[kind] = once.get(kind, 0) + nbytes
+    return PlannedMemory(
+        peak_nbytes=solution.peak_nbytes,
+        kinds=tuple(
+            Kind(kind=kind, nbytes=nbytes, redundant_nbytes=max(0, nbytes - once.get(kind, 0) // devices))
+            for kind, nbytes in solution.kinds
+            if nbytes
+        ),
+        where=_where(assembly, point),
+    )
+
+
+def layers_of(assembly: Assembly, solution: Solution) -> Iterator[PlannedLayers]:
+    for k, part in enumerate(assembly.parts):
+        yield PlannedLayers(
+            path=assembly.graph.layers[part.first].path,
+            first=part.first,
+            count=part.count,
+            ops=tuple(_ops(assembly, solution, k, part)),
+            weights=tuple(_weights(assembly, solution, k, part)),
+        )
+
+
+def _ops(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator[PlannedOp]:
+    model = part.model
+    chosen = {g: model.options[g][solution.choice[assembly.nodes[k, g]]] for g in range(len(model.groups))}
+    of_op = {member.op: g for g, group in enumerate(model.groups) for member in group.members}
+    for index, op in enumerate(model.graph.ops):
+        option = chosen[of_op[index]]
+        inputs = (option.made[name].complete() if name in option.made else option.needed[name] for name in op.inputs)
+        yield PlannedOp(
+            name=op.name,
+            target=op.target,
+            inputs=tuple(map(str, inputs)),
+            outputs=tuple(str(option.made[name]) if name in option.made else None for name in op.outputs if name is not None),
+        )
+
+
+def _weights(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator[PlannedWeight]:
+    model, mesh = part.model, assembly.moves.mesh
+    choices = levels(mesh, assembly.precision)
+    named = dict(assembly.graph.layers[part.first].parameters)
+    for name in model.weights:
+        group = model.uses[name][0].group
+        option = model.options[group][solution.choice[assembly.nodes[k, group]]]
+        place = option.needed[name]
+        level = dict.fromkeys(mesh.names, 0)
+        if (k, group) in assembly.rest:
+            level = dict(zip(mesh.names, choices[solution.choice[assembly.rest[k, group]]], strict=True))
+        axes = {
+            least: tuple(axis for axis in mesh.names if axis not in place.axes and level[axis] >= least)
+            for least in (STATES, GRADIENTS, WEIGHTS)
+        }
+        yield PlannedWeight(
+            name=named[name],
+            layout=str(place),
+            weight_axes=axes[WEIGHTS],
+            gradient_axes=axes[GRADIENTS],
+            state_axes=axes[STATES],
+        )
+
+
+def _where(assembly: Assembly, point: int) -> str:
+    for part in assembly.parts:
+        for index, op in enumerate(part.model.graph.ops):
+            if part.point(index) == point:
+                return f"{assembly.graph.layers[part.last].path or 'the model'}, {op.target}{', backward' if op.backward else ''}"
+    return ""

@@ -1,0 +1,156 @@
+"""What was planned: where every tensor of every operator is, what that takes, and how good it is at least."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scrimp.errors import PlanError, check_format
+from scrimp.layout import Mesh
+from scrimp.ledger import format_nbytes
+
+FORMAT, VERSION = "scrimp.plan", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Bytes of a kind on a device at the peak, and how many of them other devices have too."""
+
+    kind: str
+    nbytes: int
+    redundant_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMemory:
+    """Of a device. `where`: the operator that runs at the peak."""
+
+    peak_nbytes: int
+    kinds: tuple[Kind, ...]
+    where: str
+
+    @property
+    def floor_nbytes(self) -> int:
+        """What it would be if every byte of that moment were on one device alone."""
+        return self.peak_nbytes - sum(kind.redundant_nbytes for kind in self.kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOp:
+    """Layouts of an operator's tensors: as it needs them, and as it makes them."""
+
+    name: str
+    target: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedWeight:
+    """`layout` while it is used; beyond that its weight, gradient and states are shared out over these axes at rest."""
+
+    name: str
+    layout: str
+    weight_axes: tuple[str, ...]
+    gradient_axes: tuple[str, ...]
+    state_axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayers:
+    """`count` alike layers from `first` on."""
+
+    path: str
+    first: int
+    count: int
+    ops: tuple[PlannedOp, ...]
+    weights: tuple[PlannedWeight, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`gap`: by how much at most the peak (objective "memory") or the seconds ("time") could be less, as a part of them."""
+
+    mesh: Mesh
+    cluster: str
+    precision: str
+    optimizer: str
+    objective: str
+    memory: PlannedMemory
+    seconds: float
+    gap: float
+    layers: tuple[PlannedLayers, ...]
+    spent_seconds: float = 0.0
+    whole: tuple[str, ...] = ()  # operators without a rule, that every device runs whole
+    asked: Any = field(default=None, compare=False, repr=False)  # the problem and its answer, where it was planned just now
+
+    def summary(self) -> str:
+        lines = [
+            f"mesh      {self.mesh}",
+            f"peak      {format_nbytes(self.memory.peak_nbytes)} a device, at {self.memory.where}; "
+            f"{format_nbytes(self.memory.floor_nbytes)} if every byte were there once",
+        ]
+        lines += [
+            f"  {kind.kind:<12}{format_nbytes(kind.nbytes):>12}"
+            + (f", {format_nbytes(kind.redundant_nbytes)} of it elsewhere too" if kind.redundant_nbytes else "")
+            for kind in self.memory.kinds
+        ]
+        lines += [f"step      {self.seconds:.4g} s", f"gap       {self.gap:.2%} at most"]
+        if self.whole:
+            lines.append(f"whole     {', '.join(self.whole)}: there is no rule, so every device runs all of it")
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.from_json(Path(path).read_text())
+
+    def to_json(self) -> str:
+        data = {name: value for name, value in asdict(self).items() if name not in ("mesh", "asked")}
+        return json.dumps({"format": FORMAT, "version": VERSION, "mesh": str(self.mesh), **data})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            data: dict[str, Any] = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"this is no plan as scrimp writes it: {error}") from error
+        check_format(data, FORMAT, VERSION, PlanError)
+        del data["format"], data["version"]
+        memory = data.pop("memory")
+        return cls(
+            mesh=Mesh.parse(data.pop("mesh")),
+            memory=PlannedMemory(
+                peak_nbytes=memory["peak_nbytes"], where=memory["where"], kinds=tuple(Kind(**kind) for kind in memory["kinds"])
+            ),
+            layers=tuple(_layers(layer) for layer in data.pop("layers")),
+            whole=tuple(data.pop("whole")),
+            **data,
+        )
+
+
+def _layers(data: Mapping[str, Any]) -> PlannedLayers:
+    return PlannedLayers(
+        path=data["path"],
+        first=data["first"],
+        count=data["count"],
+        ops=tuple(
+            PlannedOp(name=op["name"], target=op["target"], inputs=tuple(op["inputs"]), outputs=tuple(op["outputs"]))
+            for op in data["ops"]
+        ),
+        weights=tuple(
+            PlannedWeight(
+                name=weight["name"],
+                layout=weight["layout"],
+                weight_axes=tuple(weight["weight_axes"]),
+                gradient_axes=tuple(weight["gradient_axes"]),
+                state_axes=tuple(weight["state_axes"]),
+            )
+            for weight in data["weights"]
+        ),
+    )
