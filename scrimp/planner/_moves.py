@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from scrimp.move._cost import MoveCosts
+from math import prod
+
+from scrimp.planner._axiswise import AxisWise
 from scrimp.planner._placed import Placed, common, placed
 
 
 class Moves:
     """Of one mesh and cluster; it remembers all that it was asked."""
 
-    def __init__(self, costs: MoveCosts) -> None:
+    def __init__(self, costs: AxisWise) -> None:
         self.costs, self.mesh = costs, costs.mesh
         self.sizes = dict(costs.mesh.axes)
         self._seconds: dict[tuple[Placed, Placed, int], float] = {}
@@ -36,7 +38,7 @@ class Moves:
             between = self._between(source, target)
             return self.seconds(source, between, itemsize) + self.seconds(between, target, itemsize)
         shape, src, dst = found
-        return self.costs.cost(shape, itemsize, src, dst).seconds
+        return self.costs.seconds(prod(shape) * itemsize, src, dst)
 
     def _between(self, source: Placed, target: Placed) -> Placed:
         """Where the two have no factors in common, the dim is made whole first."""

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 
 from scrimp.layout import Layout, Mesh
-from scrimp.move._cost import MoveCosts
+from scrimp.planner._axiswise import AxisWise
 
 NOTHING, STATES, GRADIENTS, WEIGHTS = range(4)
 UPDATE_NBYTES = 28  # read and written of memory for a parameter's update: see docs/design.md, "one pass"
@@ -74,7 +74,7 @@ def levels(mesh: Mesh, precision: Precision) -> tuple[tuple[int, ...], ...]:
 
 
 def at_rest(
-    used: tuple[Used, ...], level: tuple[int, ...], costs: MoveCosts, precision: Precision, rate: float, *, trained: bool = True
+    used: tuple[Used, ...], level: tuple[int, ...], costs: AxisWise, precision: Precision, rate: float, *, trained: bool = True
 ) -> AtRest:
     """`rate`: bytes a second of the device's memory. Gathered before the forward and before the backward; gradients reduced to
     where the states are; weights that are not shared out gathered after the update."""
@@ -86,19 +86,18 @@ def at_rest(
     for one in used:
         over = {least: tuple(axis for axis in one.same if chosen[axis] >= least) for least in (STATES, GRADIENTS, WEIGHTS)}
         share = {least: -(-one.numel // prod(sizes[axis] for axis in axes)) for least, axes in over.items()}
-        numel = -(-one.numel // mesh.size) * mesh.size
         weight += share[WEIGHTS] * precision.weight
         whole, shared = Layout(dims=((),)), Layout(dims=(over[WEIGHTS],))
         if over[WEIGHTS]:
             gathered += one.numel * precision.weight
-            seconds += (2 if trained else 1) * costs.cost((numel,), precision.weight, shared, whole).seconds
+            seconds += (2 if trained else 1) * costs.seconds(one.numel * precision.weight, shared, whole)
         if not trained:
             continue
         gradient += share[GRADIENTS] * precision.gradient
         state += share[STATES] * precision.states
         parts = Layout(dims=((),), partial=one.summed)
-        seconds += costs.cost((numel,), precision.reduced, parts, Layout(dims=(over[STATES],))).seconds
-        seconds += costs.cost((numel,), precision.weight, Layout(dims=(over[STATES],)), shared).seconds
+        seconds += costs.seconds(one.numel * precision.reduced, parts, Layout(dims=(over[STATES],)))
+        seconds += costs.seconds(one.numel * precision.weight, Layout(dims=(over[STATES],)), shared)
         seconds += share[STATES] * UPDATE_NBYTES / rate
     return AtRest(
         weight_nbytes=weight, gradient_nbytes=gradient, state_nbytes=state, gathered_nbytes=gathered, seconds=seconds

@@ -16,9 +16,9 @@ from scrimp.cluster import Cluster
 from scrimp.errors import FitError, PlanError
 from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes, parse_nbytes
-from scrimp.move import MoveCosts
 from scrimp.planner._answer import layers_of, memory_of
 from scrimp.planner._assemble import Assembly
+from scrimp.planner._axiswise import AxisWise
 from scrimp.planner._layer import LayerModel, model_of
 from scrimp.planner._moves import Moves
 from scrimp.planner._plan import Plan
@@ -100,7 +100,7 @@ def captured(model: nn.Module, example_inputs: Sequence[Any], precision: Precisi
 def assembled(graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision) -> tuple[Assembly, tuple[str, ...]]:
     """The problem of a mesh, drawn up; and operators without a rule."""
     here = cluster.on(mesh)
-    moves = Moves(MoveCosts(mesh, here, exact=False))
+    moves = Moves(AxisWise(mesh, here))
     models: list[LayerModel] = []
     whole: dict[str, None] = {}
     for layer in graph.graphs:
