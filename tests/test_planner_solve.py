@@ -125,6 +125,27 @@ def test_gaps_are_what_they_say(gap: float) -> None:
         assert loose.status in ("optimal", "within gap")
 
 
+def test_a_limit_that_only_the_least_peak_fits_is_met_whatever_the_gap() -> None:
+    for seed in range(30):
+        problem = random_problem(seed, forbid=0.0)
+        least = min(peak for peak, _, _ in every_choice(problem))
+        for objective in ("memory", "time", "redundancy"):
+            assert solve(replace(problem, limit_nbytes=least), objective=objective, gap=0.5).peak_nbytes == least
+
+
+@pytest.mark.parametrize("solver", ["highspy", "scipy"])
+def test_one_byte_over_the_limit_is_over_it_though_no_solver_sees_it(solver: str) -> None:
+    """A solver's tolerance is a part of the limit, and this byte is a smaller one."""
+    large = 10**14
+    options = ("all", "less", "none")
+    hold = Hold(first=0, last=0, kind="k", nbytes=(large, large - 1, 0))
+    node = Node(name="n", options=options, seconds=(0.0, 1.0, 10.0), holds=(hold,))
+    problem = Problem(points=1, nodes=(node,) * 3)
+    for missing in range(4):
+        solution = solve(replace(problem, limit_nbytes=3 * large - missing), objective="time", gap=0.0, solver=solver)
+        assert (solution.seconds, solution.peak_nbytes) == (float(missing), 3 * large - missing)
+
+
 def _knapsack(items: int, seed: int = 3) -> Problem:
     """Seconds or bytes, of many nodes: the linear program splits one of them, so that branch and bound has to be asked."""
     rng = random.Random(seed)

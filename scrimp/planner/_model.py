@@ -193,8 +193,9 @@ class Model:
         columns = np.concatenate([*(places for places, _ in parts), [self.held]])
         self._row(columns, np.concatenate([*(held for _, held in parts), [-1.0]]), -np.inf, 0.0)
 
-    def program(self, objective: str, limit: float, held: float, seconds: float) -> Program:
-        """To minimise one of PEAK, HELD, SECONDS with a peak, a sum of held bytes and seconds of at most these."""
+    def program(self, objective: str, limit: float, held: float, seconds: float, least: float = 0) -> Program:
+        """To minimise one of PEAK, HELD, SECONDS with a peak, a sum of held bytes and seconds of at most these. `least`: what
+        no peak is below; points that cannot reach it then do not matter."""
         cost, lower, upper = np.zeros(self.columns), np.zeros(self.columns), np.ones(self.columns)
         if objective == SECONDS:
             for costs, places in self.parts:
@@ -206,6 +207,7 @@ class Model:
         else:
             cost[[self.held, self.one]] = 1.0, self.reduced.held / self.units[HELD]
         lower[self.one] = 1.0
+        lower[self.peak] = max(least - self.base, 0) / self.units[PEAK]
         lower[self.usage], upper[self.usage] = -np.inf, np.inf
         upper[self.peak] = (limit - self.base) / self.units[PEAK]
         upper[self.held] = (held - self.reduced.held) / self.units[HELD]

@@ -125,7 +125,7 @@ class _Question:
         ranges = {
             PEAK: caps[PEAK] - int(reduced.floor.max()),
             HELD: caps[HELD] - reduced.held,
-            SECONDS: min(caps[SECONDS], slowest or 1.0),
+            SECONDS: caps[SECONDS] if caps[SECONDS] < math.inf else slowest,
         }
         return {name: (each if 0 < each < math.inf else 1.0) / SCALE for name, each in ranges.items()}
 
@@ -168,11 +168,9 @@ class _Question:
         bound *= self.session.model.units[self.objective]
         if not math.isfinite(bound):
             return
+        bound *= 1 - _MARGIN
         if self.objective != SECONDS:
-            slack = 1e-7 * max(bound - self.bound, 1.0)
-            bound = math.ceil(bound - slack)
-        else:
-            bound *= 1 - _MARGIN
+            bound = math.ceil(bound - 1e-3)
         self.bound = max(self.bound, bound)
 
     def relax(self) -> bool:
@@ -207,7 +205,8 @@ class _Question:
 
     def program(self) -> Program:
         caps = self.caps()
-        return self.session.model.program(self.objective, caps[PEAK], caps[HELD], caps[SECONDS])
+        least = self.bound if self.objective == PEAK else 0
+        return self.session.model.program(self.objective, caps[PEAK], caps[HELD], caps[SECONDS], least)
 
     def branch(self) -> bool:
         """Branch and bound until the gap is closed or the time is up; whether, if there is no choice, that is proven."""
