@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from scrimp.errors import FitError as FitError
     from scrimp.errors import LayoutError as LayoutError
     from scrimp.errors import MoveError as MoveError
+    from scrimp.errors import PlanError as PlanError
     from scrimp.errors import RunError as RunError
     from scrimp.errors import ScrimpError as ScrimpError
     from scrimp.exchange import Dense as Dense
@@ -48,6 +49,7 @@ _HOME = {
     "Memory": "scrimp.engine",
     "Mesh": "scrimp.layout",
     "MoveError": "scrimp.errors",
+    "PlanError": "scrimp.errors",
     "Program": "scrimp.move",
     "Progress": "scrimp.engine._progress",
     "RunError": "scrimp.errors",

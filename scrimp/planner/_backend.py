@@ -118,11 +118,12 @@ def _scipy(program: Program, whole: bool, seconds: float, gap: float) -> Answer:
         bound = got.mip_dual_bound if got.mip_dual_bound is not None else np.inf if status == INFEASIBLE else -np.inf
         return Answer(status=status, values=got.x, bound=bound)
     equal = program.rows_lower == program.rows_upper
+    below = ~equal & np.isfinite(program.rows_upper)
     rows = sparse.csr_matrix(matrix)
     got = optimize.linprog(
         program.cost,
-        A_ub=rows[~equal],
-        b_ub=program.rows_upper[~equal],
+        A_ub=rows[below],
+        b_ub=program.rows_upper[below],
         A_eq=rows[equal],
         b_eq=program.rows_upper[equal],
         bounds=np.column_stack([program.lower, program.upper]),

@@ -24,12 +24,12 @@ def frontier(
     its limit too. With a gap above 0 each is within that of the best for its limit."""
     if points < 2:
         raise PlanError(f"a frontier has 2 points or more, the least memory and the least time, not {points}")
-    session = Session(problem, solver, progress)
     end = time.monotonic() + seconds
+    session = Session(problem, solver, progress)
 
     def ask(objective: str, limit: int | None, waiting: int) -> Solution:
-        share = max((end - time.monotonic()) / waiting, 0.1)
-        return answer(session, objective, limit, slack=0.0, seconds=share, gap=gap)
+        now = time.monotonic()
+        return answer(session, objective, limit, slack=0.0, seconds=max((end - now) / waiting, 0.1), gap=gap, begin=now)
 
     least = ask(MEMORY, problem.limit_nbytes, points)
     fastest = ask(TIME, problem.limit_nbytes, points - 1)

@@ -20,10 +20,10 @@ Constraints                                                             added by
 
 Objectives: z (the peak), the held bytes, or the seconds. A limit is an upper bound of z or z', so that its reduced cost in the
 last linear program is the price of a byte. `_caps` fixes variables to 0 that no better choice can have: an option that alone
-is over the limit, or slower than a choice that is known.
+is over the limit, or slower than a choice that is known. Without a limit its rows are left out.
 
-Bytes are counted in units in which a known choice's peak is 1,000 above the floor, seconds in such that it takes 1,000; with
-constants taken out before, the tolerances of a solver (1e-9 here) are some 1e-12 of what is asked for.
+Bytes are counted in units in which the limit, or the peak of a choice that is known, is 1,000 above what is there whatever is
+chosen; seconds in such that a known choice takes 1,000. So a solver's tolerances (1e-9 here) are 1e-12 of what is asked for.
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ class Program:
 
 
 class Model:
-    """`nbytes`, `seconds`: the units. Columns stand in the order of the list above."""
+    """Rows count in bytes, programs made of them in `units`: of bytes at a point, of bytes in all, and of seconds. Columns
+    stand in the order of the list above."""
 
-    def __init__(self, reduced: Reduced, nbytes: float, seconds: float) -> None:
-        self.reduced, self.nbytes, self.seconds = reduced, nbytes, seconds
+    def __init__(self, reduced: Reduced) -> None:
+        self.reduced = reduced
+        self.units = {PEAK: 1.0, HELD: 1.0, SECONDS: 1.0}
         self.base = int(reduced.floor.max())
         self.options: list[Numbers] = []
         self.pairs: list[Numbers] = []  # of a link: column by pair of classes, -1 where it is forbidden
@@ -75,6 +77,7 @@ class Model:
             columns[allowed] = np.arange(count, count + allowed.sum())
             self.pairs.append(columns)
             count += int(allowed.sum())
+        self.pair_count = count - self.binaries
         self.usage = np.arange(count, count + len(reduced.floor)) if self.telescoped else np.arange(0)
         self.peak = count + len(self.usage)
         self.held = self.peak + 1
@@ -85,11 +88,13 @@ class Model:
         self._upper: list[float] = []
         self._choose()
         self._agree()
+        agreed = len(self._lower)
         if self.telescoped:
             self._hold_telescoped()
         else:
             self._hold_points()
         self._hold_sum()
+        self.point_rows, self.sum_row = slice(agreed, len(self._lower) - 1), len(self._lower) - 1
         self._assemble()
         self._given = len(self._lower)
 
@@ -97,11 +102,12 @@ class Model:
         rows, columns, values = (np.concatenate(each) for each in zip(*self._entries, strict=True))
         order = np.lexsort((rows, columns))
         self.index, self.value = rows[order], values[order]
-        self.start = np.concatenate([[0], np.cumsum(np.bincount(columns, minlength=self.columns))])
+        self.column = columns[order]
         self.rows = len(self._lower)
 
-    def allow(self) -> None:
-        """All that was forbidden for other limits."""
+    def restart(self, units: dict[str, float]) -> None:
+        """With other units; what was forbidden for other limits is allowed again."""
+        self.units = units
         if self.rows > self._given:
             del self._entries[self._given :], self._lower[self._given :], self._upper[self._given :]
             self._assemble()
@@ -161,54 +167,67 @@ class Model:
                 held = table != 0
                 for point in range(first, last + 1):
                     columns[point].append(places[held])
-                    values[point].append(table[held] / self.nbytes)
+                    values[point].append(table[held])
         for point, here in enumerate(columns):
-            space = (self.base - int(floor[point])) / self.nbytes
+            space = self.base - int(floor[point])
             self._row(np.concatenate([*here, [self.peak]]), np.concatenate([*values[point], [-1.0]]), -np.inf, space)
 
     def _hold_telescoped(self) -> None:
         floor = self.reduced.floor
         columns: list[list[Numbers]] = [[] for _ in floor]
         values: list[list[Numbers]] = [[] for _ in floor]
-        constants = np.diff(floor, prepend=self.base).astype(float)
+        constants = np.diff(floor, prepend=self.base)
         for costs, places in self.parts:
             for point, table in _changes(costs, len(floor)):
                 columns[point].append(places[table != 0])
-                values[point].append(-table[table != 0] / self.nbytes)
+                values[point].append(-table[table != 0])
         for point, here in enumerate(columns):
             before = [self.usage[point - 1]] if point else []
             chain = np.concatenate([[self.usage[point]], before]), np.concatenate([[1.0], -np.ones(len(before))])
-            change = constants[point] / self.nbytes
+            change = float(constants[point])
             self._row(np.concatenate([*here, chain[0]]), np.concatenate([*values[point], chain[1]]), change, change)
             self._row([self.usage[point], self.peak], [1.0, -1.0], -np.inf, 0.0)
 
     def _hold_sum(self) -> None:
         parts = [(places[costs.held != 0], costs.held[costs.held != 0]) for costs, places in self.parts]
         columns = np.concatenate([*(places for places, _ in parts), [self.held]])
-        self._row(columns, np.concatenate([*(held / self.nbytes for _, held in parts), [-1.0]]), -np.inf, 0.0)
+        self._row(columns, np.concatenate([*(held for _, held in parts), [-1.0]]), -np.inf, 0.0)
 
-    def program(self, objective: str, limit: float, held: float, seconds: float) -> Program:
-        """To minimise one of PEAK, HELD, SECONDS with a peak, a sum of held bytes and seconds of at most these."""
+    def program(self, objective: str, limit: float, held: float, seconds: float, least: float = 0) -> Program:
+        """To minimise one of PEAK, HELD, SECONDS with a peak, a sum of held bytes and seconds of at most these. `least`: what
+        no peak is below; points that cannot reach it then do not matter."""
         cost, lower, upper = np.zeros(self.columns), np.zeros(self.columns), np.ones(self.columns)
         if objective == SECONDS:
             for costs, places in self.parts:
                 allowed = places >= 0
-                cost[places[allowed]] = costs.seconds[allowed] / self.seconds
-            cost[self.one] = self.reduced.seconds / self.seconds
+                cost[places[allowed]] = costs.seconds[allowed] / self.units[SECONDS]
+            cost[self.one] = self.reduced.seconds / self.units[SECONDS]
         elif objective == PEAK:
-            cost[[self.peak, self.one]] = 1.0, self.base / self.nbytes
+            cost[[self.peak, self.one]] = 1.0, self.base / self.units[PEAK]
         else:
-            cost[[self.held, self.one]] = 1.0, self.reduced.held / self.nbytes
+            cost[[self.held, self.one]] = 1.0, self.reduced.held / self.units[HELD]
         lower[self.one] = 1.0
+        lower[self.peak] = max(least - self.base, 0) / self.units[PEAK]
         lower[self.usage], upper[self.usage] = -np.inf, np.inf
-        upper[self.peak] = (limit - self.base) / self.nbytes
-        upper[self.held] = (held - self.reduced.held) / self.nbytes
+        upper[self.peak] = (limit - self.base) / self.units[PEAK]
+        upper[self.held] = (held - self.reduced.held) / self.units[HELD]
         self._caps(upper, limit, held, seconds)
         whole = np.zeros(self.columns, bool)
         whole[: self.binaries] = True
+        used = np.ones(self.rows, bool)
+        used[self.point_rows] = objective == PEAK or limit < np.inf
+        used[self.sum_row] = objective == HELD or held < np.inf
+        # Nor is there need to know how much an option holds that cannot be chosen: it may be huge.
+        kept = used[self.index] & (upper[self.column] != 0)
+        row_units = np.ones(self.rows)
+        row_units[self.point_rows], row_units[self.sum_row] = self.units[PEAK], self.units[HELD]
+        own = self.column >= self.binaries + self.pair_count  # z and u count in units themselves
+        value = np.where(own, self.value, self.value / row_units[self.index])
         return Program(
-            cost=cost, lower=lower, upper=upper, whole=whole, rows_lower=np.array(self._lower), rows_upper=np.array(self._upper),
-            start=self.start, index=self.index, value=self.value,
+            cost=cost, lower=lower, upper=upper, whole=whole, index=self.index[kept], value=value[kept],
+            start=np.concatenate([[0], np.cumsum(np.bincount(self.column[kept], minlength=self.columns))]),
+            rows_lower=np.where(used, self._lower, -np.inf) / row_units,
+            rows_upper=np.where(used, self._upper, np.inf) / row_units,
         )  # fmt: skip
 
     def _caps(self, upper: Numbers, limit: float, held: float, seconds: float) -> None:
@@ -219,9 +238,6 @@ class Model:
                 over |= table > room[first : last + 1].min()
             upper[places[over & (places >= 0)]] = 0.0
 
-    def unit(self, objective: str) -> float:
-        return self.seconds if objective == SECONDS else self.nbytes
-
     def read(self, values: Numbers) -> tuple[int, ...]:
         """Of every free node the option that a solution has most of, the first of equals."""
         return tuple(int(np.argmax(np.round(values[columns], 9))) for columns in self.options)
@@ -231,8 +247,8 @@ class Model:
         values = np.zeros(self.columns)
         for (costs, at), (_, places) in zip(self.reduced.picked(choice), self.parts, strict=True):
             values[places[at]] = 1.0
-            values[self.held] += costs.held[at] / self.nbytes
-        above = (self.reduced.profile(choice) - self.base) / self.nbytes
+            values[self.held] += costs.held[at] / self.units[HELD]
+        above = (self.reduced.profile(choice) - self.base) / self.units[PEAK]
         values[self.usage] = above[: len(self.usage)]
         values[self.peak] = above.max()
         values[self.one] = 1.0

@@ -67,12 +67,7 @@ class Session:
 
     @cached_property
     def model(self) -> Model:
-        nodes, base = self.reduced.nodes, int(self.reduced.floor.max())
-        peaks = [int(self.reduced.profile(choice).max()) - base for choice in self.known] or [0]
-        seconds = [self.value(choice, SECONDS) for choice in self.known]
-        typical = sum(float(node.seconds.max()) for node in nodes) + self.reduced.seconds
-        finite = [each for each in (*seconds, typical) if 0 < each < math.inf]
-        return Model(self.reduced, max(min(peaks), 1) / SCALE, min(finite, default=1.0) / SCALE)
+        return Model(self.reduced)
 
     def value(self, choice: tuple[int, ...], objective: str) -> float:
         whole = self.reduced.original(choice)
@@ -120,8 +115,19 @@ class _Question:
         self.search(self.best or tuple(int(node.seconds.argmin()) for node in reduced.nodes))
         if self.close_enough(_EQUAL):
             return self.found(proven=True)
-        self.session.model.allow()
+        self.session.model.restart(self.units())
         return self.found(proven=not self.relax() or self.branch())
+
+    def units(self) -> dict[str, float]:
+        """Those in which what is asked for is some 1,000."""
+        reduced, caps = self.session.reduced, self.caps()
+        slowest = reduced.seconds + sum(float(node.seconds.max()) for node in reduced.nodes)
+        ranges = {
+            PEAK: caps[PEAK] - int(reduced.floor.max()),
+            HELD: caps[HELD] - reduced.held,
+            SECONDS: caps[SECONDS] if caps[SECONDS] < math.inf else slowest,
+        }
+        return {name: (each if 0 < each < math.inf else 1.0) / SCALE for name, each in ranges.items()}
 
     def found(self, *, proven: bool) -> Found:
         value = self.value if self.best is not None else math.inf
@@ -159,14 +165,12 @@ class _Question:
 
     def raise_bound(self, bound: float) -> None:
         """From a solver, in its units; rounded the safe way, and for bytes up to the next whole one."""
-        bound *= self.session.model.unit(self.objective)
+        bound *= self.session.model.units[self.objective]
         if not math.isfinite(bound):
             return
+        bound *= 1 - _MARGIN
         if self.objective != SECONDS:
-            slack = 1e-7 * max(bound - self.bound, 1.0)
-            bound = math.ceil(bound - slack)
-        else:
-            bound *= 1 - _MARGIN
+            bound = math.ceil(bound - 1e-3)
         self.bound = max(self.bound, bound)
 
     def relax(self) -> bool:
@@ -180,7 +184,8 @@ class _Question:
         if answer.status == OPTIMAL and answer.values is not None and answer.reduced is not None:
             self.raise_bound(answer.bound)
             if self.objective == SECONDS:
-                self.price = max(0.0, -float(answer.reduced[[model.peak, model.held]].sum())) * model.seconds / model.nbytes
+                columns, per = [model.peak, model.held], [model.units[PEAK], model.units[HELD]]
+                self.price = max(0.0, -float((answer.reduced[columns] / per).sum())) * model.units[SECONDS]
             choice = model.read(answer.values)
             self.take(choice)
             if not self.close_enough(_EQUAL):
@@ -189,13 +194,19 @@ class _Question:
             self.tell()
         return True
 
-    def program(self) -> Program:
+    def caps(self) -> dict[str, float]:
+        """Of bytes and seconds the most that a choice may have that is as good as the best one known."""
         caps = {PEAK: self.limit, HELD: self.held_limit, SECONDS: math.inf}
         if self.best is not None:
             caps[self.objective] = min(
                 caps[self.objective], self.value * (1 + _MARGIN) if self.objective == SECONDS else self.value
             )
-        return self.session.model.program(self.objective, caps[PEAK], caps[HELD], caps[SECONDS])
+        return caps
+
+    def program(self) -> Program:
+        caps = self.caps()
+        least = self.bound if self.objective == PEAK else 0
+        return self.session.model.program(self.objective, caps[PEAK], caps[HELD], caps[SECONDS], least)
 
     def branch(self) -> bool:
         """Branch and bound until the gap is closed or the time is up; whether, if there is no choice, that is proven."""
@@ -223,7 +234,7 @@ class _Question:
 
     def watch(self, value: float, bound: float) -> None:
         if self.session.progress is not None:
-            unit = self.session.model.unit(self.objective)
+            unit = self.session.model.units[self.objective]
             self.session.progress(self.objective, value * unit, max(bound * unit, self.bound))
 
     def over(self, choice: tuple[int, ...]) -> bool:

@@ -71,15 +71,18 @@ def solve(
         raise PlanError(f"objective '{objective}': there are '{MEMORY}', '{TIME}' and '{REDUNDANCY}'")
     if not (slack >= 0 and 0 <= gap < 1 and seconds > 0):
         raise PlanError(f"slack {slack}, gap {gap}, seconds {seconds}: slack is 0 or more, gap from 0 to 1, seconds more than 0")
+    begin = time.monotonic()
     session = Session(problem, solver, progress)
     if warm is not None:
         evaluate(problem, warm)  # says what is wrong with it
         session.learn(warm)
-    return answer(session, objective, problem.limit_nbytes, slack=slack, seconds=seconds, gap=gap)
+    return answer(session, objective, problem.limit_nbytes, slack=slack, seconds=seconds, gap=gap, begin=begin)
 
 
-def answer(session: Session, objective: str, limit_nbytes: int | None, *, slack: float, seconds: float, gap: float) -> Solution:
-    begin = time.monotonic()
+def answer(
+    session: Session, objective: str, limit_nbytes: int | None, *, slack: float, seconds: float, gap: float, begin: float
+) -> Solution:
+    """`begin`: since when the seconds count."""
     limit = math.inf if limit_nbytes is None else limit_nbytes
 
     def left(part: float) -> float:
