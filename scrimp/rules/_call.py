@@ -38,7 +38,8 @@ class Call:
 
     def all_at(self, name: str) -> tuple[int | None, ...]:
         """The same for an argument that is a list of tensors."""
-        return tuple(each.index if isinstance(each, At) else None for each in self.arguments[name] or ())
+        found = self.arguments[name]
+        return tuple(each.index if isinstance(each, At) else None for each in found) if isinstance(found, tuple) else ()
 
     def shape(self, name: str) -> tuple[int, ...]:
         index = self.at(name)

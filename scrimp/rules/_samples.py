@@ -51,7 +51,7 @@ def _whole_numbers(bound: Call, operator: str, name: str, shape: tuple[int, ...]
         scores = bound.shape("self")
         labels = torch.randint(scores[0 if len(scores) == 1 else 1], shape, generator=generator)
         return labels.masked_fill(torch.rand(shape, generator=generator) < 0.3, bound.arguments["ignore_index"])
-    if name not in ("index", "indices"):
+    if name not in ("index", "indices") or "pool" in operator:
         return torch.randint(bound.arguments["num_classes"] if operator == "one_hot" else 5, shape, generator=generator)
     limit = _limit(bound, operator, shape)
     if operator in _WRITES_ONCE and not bound.arguments.get("accumulate", False):
