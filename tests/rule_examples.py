@@ -97,7 +97,11 @@ EXAMPLES: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = (
     ("aten.convolution.default", (t(4, 6, 5, 5), t(6, 8, 3, 3), t(8), *_CONV, True, [0, 0], 1), {}),
     ("aten.convolution.default", (t(4, 8, 5, 5), t(8, 3, 3, 3), t(12), *_CONV, True, [0, 0], 4), {}),
     ("aten.convolution_backward.default", (t(4, 8, 5, 5), t(4, 6, 5, 5), t(8, 6, 3, 3), [8], *_CONV, False, [0, 0], 1, _ALL), {}),
-    ("aten.convolution_backward.default", (t(4, 12, 5, 5), t(4, 8, 5, 5), t(12, 2, 3, 3), [12], *_CONV, False, [0, 0], 4, _ALL), {}),
+    (
+        "aten.convolution_backward.default",
+        (t(4, 12, 5, 5), t(4, 8, 5, 5), t(12, 2, 3, 3), [12], *_CONV, False, [0, 0], 4, _ALL),
+        {},
+    ),
     (
         "aten.convolution_backward.default",
         (t(4, 12, 5, 5), t(4, 8, 5, 5), t(8, 3, 3, 3), [0], *_CONV, True, [0, 0], 4, [True, True, False]),
@@ -110,12 +114,18 @@ EXAMPLES: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = (
     (f"{_FLASH}_backward.default", (t(2, 4, 6, 8), *_QKV, t(2, 4, 6, 8), t(2, 4, 6), 0.0, True), {}),
     (f"{_FLASH}_backward.default", (t(2, 4, 6, 8), *_QKV, t(2, 4, 6, 8), t(2, 4, 6), 0.0, False), {"attn_mask": t(6, 6)}),
     # pointwise
-    *((f"aten.{name}.Tensor", (t(4, 6), t(4, 6)), {}) for name in ("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt")),
+    *(
+        (f"aten.{name}.Tensor", (t(4, 6), t(4, 6)), {})
+        for name in ("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt")
+    ),
     ("aten.add.Tensor", (t(4, 1, 6), t(12, 1)), {"alpha": 2}),
     ("aten.add.Tensor", (t(4, 6), 3.0), {}),
     ("aten.mul.Tensor", (t(4, 6), T((4, 6), BOOLS)), {}),
     ("aten.mul.Tensor", (T((4, 6), name="x"), T((4, 6), name="x")), {}),
-    *((f"aten.{name}.Scalar", (t(4, 6), 2.0), {}) for name in ("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt", "rsub")),
+    *(
+        (f"aten.{name}.Scalar", (t(4, 6), 2.0), {})
+        for name in ("add", "sub", "mul", "div", "eq", "ne", "le", "lt", "ge", "gt", "rsub")
+    ),
     *(
         (f"aten.{name}.default", (t(4, 6),), {})
         for name in (
@@ -143,10 +153,7 @@ EXAMPLES: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = (
     ("aten.masked_fill.Scalar", (t(4, 6), T((4, 1), BOOLS), 0.0), {}),
     ("aten.masked_fill.Tensor", (t(4, 6), T((4, 1), BOOLS), t()), {}),
     ("aten.addcmul.default", (t(4, 6), t(6), t(4, 1)), {"value": 2.0}),
-    *(
-        (f"aten.{name}_backward.default", (t(4, 6), t(4, 6)), {})
-        for name in ("tanh", "sigmoid", "silu", "gelu")
-    ),
+    *((f"aten.{name}_backward.default", (t(4, 6), t(4, 6)), {}) for name in ("tanh", "sigmoid", "silu", "gelu")),
     ("aten.gelu_backward.default", (t(4, 6), t(4, 6)), {"approximate": "tanh"}),
     ("aten.threshold_backward.default", (t(4, 6), t(4, 6), 0.0), {}),
     ("aten.hardtanh_backward.default", (t(4, 6), t(4, 6), -1.0, 1.0), {}),
@@ -189,7 +196,10 @@ EXAMPLES: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = (
     *((f"aten.{name}.default", (t(4, 6, 12), -1, False), {}) for name in ("_softmax", "_log_softmax")),
     ("aten._softmax.default", (t(4, 12, 6), 1, False), {}),
     ("aten._safe_softmax.default", (t(4, 6, 12), -1), {}),
-    *((f"aten.{name}.default", (t(4, 12), t(4, 12), 1, FLOAT), {}) for name in ("_softmax_backward_data", "_log_softmax_backward_data")),
+    *(
+        (f"aten.{name}.default", (t(4, 12), t(4, 12), 1, FLOAT), {})
+        for name in ("_softmax_backward_data", "_log_softmax_backward_data")
+    ),
     *(("aten.nll_loss_forward.default", (t(12, 6), ids(12), None, reduction, -100), {}) for reduction in (0, 1, 2)),
     ("aten.nll_loss_forward.default", (t(12, 6), ids(12), t(6), 1, 0), {}),
     ("aten.nll_loss2d_forward.default", (t(4, 6, 2, 2), ids(4, 2, 2), None, 1, -100), {}),
@@ -197,8 +207,15 @@ EXAMPLES: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = (
     ("aten.nll_loss_backward.default", (t(), t(12, 6), ids(12), t(6), 1, 0, t()), {}),
     ("aten.nll_loss_backward.default", (t(12), t(12, 6), ids(12), None, 0, 2, t()), {}),
     ("aten.nll_loss2d_backward.default", (t(), t(4, 6, 2, 2), ids(4, 2, 2), None, 1, -100, t()), {}),
-    *((f"aten.{name}.default", (t(4, 6), t(4, 6), reduction), {}) for name in ("mse_loss", "huber_loss") for reduction in (0, 1, 2)),
-    *(("aten.mse_loss_backward.default", (gradient, t(4, 6), t(4, 6), how), {}) for gradient, how in ((t(4, 6), 0), (t(), 1), (t(), 2))),
+    *(
+        (f"aten.{name}.default", (t(4, 6), t(4, 6), reduction), {})
+        for name in ("mse_loss", "huber_loss")
+        for reduction in (0, 1, 2)
+    ),
+    *(
+        ("aten.mse_loss_backward.default", (gradient, t(4, 6), t(4, 6), how), {})
+        for gradient, how in ((t(4, 6), 0), (t(), 1), (t(), 2))
+    ),
     ("aten.huber_loss_backward.default", (t(), t(4, 6), t(4, 6), 1, 0.5), {}),
     ("aten.smooth_l1_loss.default", (t(4, 6), t(4, 6), 1, 0.5), {}),
     ("aten.smooth_l1_loss_backward.default", (t(), t(4, 6), t(4, 6), 1, 0.5), {}),

@@ -19,7 +19,13 @@ __all__ = [
     "factored_shape", "fits", "known_targets", "layouts", "localize", "may_split", "refine", "rule_of",
 ]  # fmt: skip
 
-_WITH_TORCH = {"check": "_check", "discover": "_discover", "known_targets": "_known", "rule_of": "_known", "localize": "_localize"}
+_WITH_TORCH = {
+    "check": "_check",
+    "discover": "_discover",
+    "known_targets": "_known",
+    "rule_of": "_known",
+    "localize": "_localize",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ import torch
 from scrimp.capture._graph import Named, Op, Ref, Value
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload(target: str) -> torch._ops.OpOverload | None:
-    """"aten.mm.default" -> torch.ops.aten.mm.default; None if this torch has none."""
+    """ "aten.mm.default" -> torch.ops.aten.mm.default; None if this torch has none."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part, None)

@@ -1,5 +1,6 @@
-"""The proof of a rule by numbers: run an operator whole; cut its operands as a rule and a choice say, run each member's part, put the
-results together; compare. All members are threads of this process, so that those which talk inside of an operator meet."""
+"""The proof of a rule by numbers: run an operator whole; cut its operands as a rule and a choice say, run each member's part,
+put the results together; compare. All members are threads of this process, so that those which talk inside of an operator
+meet."""
 
 from __future__ import annotations
 
@@ -39,19 +40,23 @@ def check(
     floats: str = _HIGH,
     device: str = "cpu",
 ) -> list[str]:
-    """What is wrong; nothing if the rule (the operator's own, if none is given) is right for this choice. Real numbers are all made
-    `floats`, whatever the values say: only the split is on trial."""
+    """What is wrong; nothing if the rule (the operator's own, if none is given) is right for this choice. Real numbers are all
+    made `floats`, whatever the values say: only the split is on trial."""
     rule = rule or rule_of(op, values)
     call = bind(_made_of(op, floats, device), values)
     if rule is None or call is None:
         return [f"{op.target} has no rule"]
     found = faults(rule, call.shapes, call.made)
     if found or not fits(rule, split, mesh):
-        return found or [f"{op.target}: {dict(split)} does not divide the factors {[each.size for each in rule.factors]} on {mesh}"]
+        return found or [
+            f"{op.target}: {dict(split)} does not divide the factors {[each.size for each in rule.factors]} on {mesh}"
+        ]
     inputs = sample(call, seed=seed, floats=getattr(torch, floats), device=device)
     whole = call.run(call.filled([tensor.clone() for tensor in inputs]))
     before, after = layouts(rule, split, sums)
-    parts = [_cut(tensor, rule, dims, layout, mesh, seed) for tensor, dims, layout in zip(inputs, rule.inputs, before, strict=True)]
+    parts = [
+        _cut(tensor, rule, dims, layout, mesh, seed) for tensor, dims, layout in zip(inputs, rule.inputs, before, strict=True)
+    ]
     try:
         made = _run_all(call.op, rule, split, mesh, parts, device)
     except (RuntimeError, IndexError, ValueError, BrokenBarrierError) as error:

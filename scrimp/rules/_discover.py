@@ -1,6 +1,7 @@
-"""A rule for an operator that has none, found by trying: take dims of one size for one factor, cut them, run the operator as it is on
-each member, and look whether the results, put side by side or added up, are the whole's. What is right is written as the text that
-`_text.py` reads. Numbers that an operator is given as literals are not cut: what depends on such a one is not found."""
+"""A rule for an operator that has none, found by trying: take dims of one size for one factor, cut them, run the operator as it
+is on each member, and look whether the results, put side by side or added up, are the whole's. What is right is written as the
+text that `_text.py` reads. Numbers that an operator is given as literals are not cut: what depends on such a one is not
+found."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from math import prod
 
 from scrimp.capture._graph import Op, Value
 from scrimp.layout import Mesh
+from scrimp.rules._call import At, bind
 from scrimp.rules._check import check
 from scrimp.rules._rule import FREE, SUM, WHOLE, Dims, Factor, Rule
 from scrimp.rules._split import may_split
+from scrimp.rules._text import literal
 
 _MOST_TRIES = 4096  # per size of a dim
 
@@ -36,7 +39,19 @@ def discover(op: Op, values: Mapping[str, Value]) -> str | None:
         return None
     rule = _rule(found, shapes, made)
     linear = [index for index in range(len(shapes)) if _passes_sums(op, values, rule, index)]
-    return f'"{op.target}": "{_text(found, shapes, made, linear)}",'
+    return f'"{op.target}": "{"; ".join([_text(found, shapes, made, linear), *_given(op)])}",'
+
+
+def _given(op: Op) -> list[str]:
+    """What was tried holds for these literals; for others nothing is known."""
+    call = bind(op)
+    assert call is not None
+    literals = {name: each for name, each in call.arguments.items() if not _tensors(each)}
+    return [f"given {name}={literal(each)}" for name, each in literals.items() if each is not None]
+
+
+def _tensors(argument: object) -> bool:
+    return isinstance(argument, At) or (isinstance(argument, tuple) and any(map(_tensors, argument)))
 
 
 def _ties(shapes: list[tuple[int, ...]]) -> Iterator[Tie]:
@@ -47,7 +62,9 @@ def _ties(shapes: list[tuple[int, ...]]) -> Iterator[Tie]:
             yield from sorted(product(*ways), key=lambda tie: sum(at is None for at in tie))
 
 
-def _proven(op: Op, values: Mapping[str, Value], tie: Tie, shapes: list[tuple[int, ...]], made: list[tuple[int, ...]]) -> str | None:
+def _proven(
+    op: Op, values: Mapping[str, Value], tie: Tie, shapes: list[tuple[int, ...]], made: list[tuple[int, ...]]
+) -> str | None:
     """Of which kind the factor is, if it is one."""
     if all(at is None for at in tie[: len(shapes)]):
         return None

@@ -65,6 +65,13 @@ def stretched(shape: Sequence[int], dims: Dims) -> Dims:
     return tuple(() if size == 1 else dim for size, dim in zip(shape, behind, strict=True))
 
 
+def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that tensors of these have together."""
+    rank = max(map(len, shapes), default=0)
+    wide = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*wide, strict=True))
+
+
 def _closed(members: frozenset[int], names: Sequence[str]) -> bool:
     """A value that stands twice among the inputs is in parts in both places: x * x is not linear."""
     return all((names[i] == names[j]) <= (j in members) for i in members for j in range(len(names)))

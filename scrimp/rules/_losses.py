@@ -1,5 +1,6 @@
-"""Losses: the negative log-likelihood, and those of pairs of numbers. A mean over split rows is the sum of all over the count of all (ignored labels do not count); a member
-that holds a range of the classes takes the labels in its range, and ignores the others."""
+"""Losses: the negative log-likelihood, and those of pairs of numbers. A mean over split rows is the sum of all over the count
+of all (ignored labels do not count); a member that holds a range of the classes takes the labels in its range, and ignores the
+others."""
 
 from __future__ import annotations
 

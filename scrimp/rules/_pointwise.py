@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from scrimp.rules._call import Call, overload
-from scrimp.rules._draft import Draft, stretched
+from scrimp.rules._draft import Draft, broadcast, stretched
 from scrimp.rules._here import Here, family
 from scrimp.rules._rule import Rule
 
@@ -66,7 +66,7 @@ def is_pointwise(target: str) -> bool:
 
 def pointwise(call: Call) -> Rule:
     draft = Draft(call)
-    out = draft.dims(torch.broadcast_shapes(*call.shapes))
+    out = draft.dims(broadcast(call.shapes))
     for index, shape in enumerate(call.shapes):
         draft.inputs[index] = stretched(shape, out)
     return draft.rule(*[out] * len(call.op.outputs), linear=_linear(call))

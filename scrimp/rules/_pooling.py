@@ -23,7 +23,9 @@ def _pool(spatial: int, call: Call) -> Rule | None:
 
     for index, shape in enumerate(call.shapes):
         draft.inputs[index] = placed(shape)
-    linear = [("grad_output",)] if "backward" in call.op.target else [] if "max_pool" in call.op.target else [("self",), ("input",)]
+    linear = (
+        [("grad_output",)] if "backward" in call.op.target else [] if "max_pool" in call.op.target else [("self",), ("input",)]
+    )
     return draft.rule(*[None if made is None else placed(made) for made in call.made], linear=linear)
 
 

@@ -1,5 +1,5 @@
-"""Reductions over dims. A sum over a split dim leaves parts of a sum; a largest or an "any" is all-reduced; what needs all of a dim at
-once (order, products, scans) keeps it whole. A mean is the local sum over the count of all."""
+"""Reductions over dims. A sum over a split dim leaves parts of a sum; a largest or an "any" is all-reduced; what needs all of a
+dim at once (order, products, scans) keeps it whole. A mean is the local sum over the count of all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from scrimp.rules._call import Call, call as call_target
+from scrimp.rules._call import Call
+from scrimp.rules._call import call as call_target
 from scrimp.rules._draft import Draft
 from scrimp.rules._here import Here, family
 from scrimp.rules._rule import FREE, INSIDE, SUM, WHOLE, Dims, Rule, Talk

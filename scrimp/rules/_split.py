@@ -68,7 +68,9 @@ def refine(rule: Rule, factor: int, sizes: Sequence[int]) -> Rule | None:
         inputs=tuple(map(refined, rule.inputs)),
         outputs=tuple(None if dims is None else refined(dims) for dims in rule.outputs),
         linear=rule.linear,
-        talks=tuple(replace(talk, factor=part) for talk in talks for part in (parts if talk.factor == factor else (talk.factor,))),
+        talks=tuple(
+            replace(talk, factor=part) for talk in talks for part in (parts if talk.factor == factor else (talk.factor,))
+        ),
     )
 
 
@@ -83,7 +85,8 @@ def _layout(dims: Dims, split: Split, partial: Sequence[str]) -> Layout:
 
 
 def faults(rule: Rule, shapes: Sequence[Sequence[int]], made: Sequence[Sequence[int] | None]) -> list[str]:
-    """What is wrong with a rule by itself: sizes that are not those of the tensors, a talk about a factor that is not "inside"."""
+    """What is wrong with a rule by itself: sizes that are not those of the tensors, a talk about a factor that is not
+    "inside"."""
     found = []
     for what, all_dims, all_shapes in (("input", rule.inputs, shapes), ("output", rule.outputs, made)):
         for index, (dims, wanted) in enumerate(zip(all_dims, all_shapes, strict=True)):

@@ -1,5 +1,5 @@
-"""Operators that only say the shape anew, turn dims, or repeat what is there. A dim that is cut up, or made of several, is a product of
-factors: 128 x 192 seen as 4 x 32 x 3 x 64 is (4 32) (3 64), and each of the four may be split."""
+"""Operators that only say the shape anew, turn dims, or repeat what is there. A dim that is cut up, or made of several, is a
+product of factors: 128 x 192 seen as 4 x 32 x 3 x 64 is (4 32) (3 64), and each of the four may be split."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _SELF = [("self",)]
 
 
 def regroup(draft: Draft, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
-    """The dims of two shapes of as many elements, in the factors that they share. Where cuts of one do not nest in the other's, as in
-    6 x 4 -> 8 x 3, the common major part (2) is shared, and the rest of either stays whole."""
+    """The dims of two shapes of as many elements, in the factors that they share. Where cuts of one do not nest in the other's,
+    as in 6 x 4 -> 8 x 3, the common major part (2) is shared, and the rest of either stays whole."""
     dims: tuple[list[list[int]], list[list[int]]] = ([[] for _ in source], [[] for _ in target])
     if 0 in source:
         return draft.dims(source, WHOLE), draft.dims(target, WHOLE)
-    left = ([[size, at] for at, size in enumerate(source) if size > 1], [[size, at] for at, size in enumerate(target) if size > 1])
+    left = (
+        [[size, at] for at, size in enumerate(source) if size > 1],
+        [[size, at] for at, size in enumerate(target) if size > 1],
+    )
     while left[0]:
         (a, i), (b, j) = left[0][0], left[1][0]
         common = gcd(a, b)
@@ -39,7 +42,9 @@ def regroup(draft: Draft, source: Sequence[int], target: Sequence[int]) -> tuple
     return tuple(map(tuple, dims[0])), tuple(map(tuple, dims[1]))
 
 
-def _keep_whole(draft: Draft, dims: tuple[list[list[int]], list[list[int]]], left: tuple[list[list[int]], list[list[int]]]) -> None:
+def _keep_whole(
+    draft: Draft, dims: tuple[list[list[int]], list[list[int]]], left: tuple[list[list[int]], list[list[int]]]
+) -> None:
     """Take dims from both sides until they have as many elements; none of these is shared."""
     taken = [1, 1]
     while True:
@@ -68,7 +73,9 @@ def _turned(call: Call) -> Rule:
     if name == "permute":
         order = [dim % len(shape) for dim in call.arguments["dims"]]
     elif len(shape) > 1:
-        first, second = (0, 1) if name in ("t", "numpy_T") else (call.arguments["dim0"] % len(shape), call.arguments["dim1"] % len(shape))
+        first, second = (
+            (0, 1) if name in ("t", "numpy_T") else (call.arguments["dim0"] % len(shape), call.arguments["dim1"] % len(shape))
+        )
         order[first], order[second] = order[second], order[first]
     return draft.rule(tuple(dims[at] for at in order), linear=_SELF)
 
@@ -132,7 +139,6 @@ def _local_repeats(here: Here) -> dict[str, Any]:
 def _run_view(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     """A tile of a tensor need not lie as the whole does, so that a copy may be needed where the whole needs none."""
     return (given["self"].reshape(here.shape(here.rule.outputs[0])),)
-
 
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_copy.default")
