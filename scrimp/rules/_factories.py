@@ -23,7 +23,6 @@ _COUNTING = (
     "aten.linspace.default",
     "aten.eye.default",
     "aten.eye.m",
-    "prims.iota.default",
 )
 _DRAWN = ("aten.rand.default", "aten.randn.default")
 _DRAWN_LIKE = ("aten.rand_like.default", "aten.randn_like.default", "aten.bernoulli.p", "aten.bernoulli.default")

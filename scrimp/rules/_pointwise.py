@@ -32,8 +32,6 @@ UNMARKED = (
     "aten.where.Scalar",
     "aten.where.ScalarOther",
     "aten.where.ScalarSelf",
-    "prims.convert_element_type.default",
-    "prims.fma.default",
 )
 # Of which arguments together a sum may pass through, by name: f(a + b) = f(a) + f(b), all else being the same.
 _ALONE = ("self",)

@@ -73,9 +73,7 @@ def _turned(call: Call) -> Rule:
     if name == "permute":
         order = [dim % len(shape) for dim in call.arguments["dims"]]
     elif len(shape) > 1:
-        first, second = (
-            (0, 1) if name in ("t", "numpy_T") else (call.arguments["dim0"] % len(shape), call.arguments["dim1"] % len(shape))
-        )
+        first, second = (0, 1) if name == "t" else (call.arguments["dim0"] % len(shape), call.arguments["dim1"] % len(shape))
         order[first], order[second] = order[second], order[first]
     return draft.rule(tuple(dims[at] for at in order), linear=_SELF)
 
@@ -141,8 +139,8 @@ def _run_view(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     return (given["self"].reshape(here.shape(here.rule.outputs[0])),)
 
 
-_VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_copy.default")
-_TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.numpy_T.default")
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+_TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 _SQUEEZES = ("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
 _MIRRORS = ("aten.flip.default", "aten.roll.default", "aten.tril.default", "aten.triu.default")
 
