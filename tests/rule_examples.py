@@ -260,6 +260,7 @@ EXAMPLES: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = (
     ("aten.flip.default", (t(4, 6), [0]), {}),
     ("aten.roll.default", (t(4, 6), [1], [0]), {}),
     ("aten.tril.default", (t(4, 6, 6),), {}),
+    ("aten.tril.default", (T((6, 6), BOOLS),), {}),
     ("aten.triu.default", (t(4, 6, 6), 1), {}),
     # pieces
     ("aten.split.Tensor", (t(4, 24), 8, -1), {}),

@@ -7,11 +7,9 @@ from __future__ import annotations
 import torch
 
 from scrimp.rules._call import Call
-from scrimp.rules._draft import Draft, broadcast, stretched
+from scrimp.rules._draft import REALS, Draft, broadcast, stretched
 from scrimp.rules._here import Here
 from scrimp.rules._rule import FREE, SUM, WHOLE, Dims, Rule
-
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def embedding_rule(call: Call) -> Rule:
@@ -60,7 +58,7 @@ def index_rule(call: Call) -> Rule | None:
         return None
     dims, inputs, shape, at = found
     draft, whole = Draft(call), call.shape("self")
-    one = len(dims) == 1 and call.dtypes[call.at("self") or 0] in _FLOATS
+    one = len(dims) == 1 and call.dtypes[call.at("self") or 0] in REALS
     i = draft.dims(shape)
     full = tuple(
         draft.dim(size, SUM if one else WHOLE, ranged=one) if dim in dims else draft.dim(size) for dim, size in enumerate(whole)
@@ -106,7 +104,7 @@ def gather_rule(call: Call) -> Rule | None:
     for dim, (size, wanted) in enumerate(zip(whole, places, strict=True)):
         if dim == along:
             looks_up = name == "gather"
-            split = SUM if looks_up and call.dtypes[call.at("self") or 0] in _FLOATS else WHOLE if looks_up else FREE
+            split = SUM if looks_up and call.dtypes[call.at("self") or 0] in REALS else WHOLE if looks_up else FREE
             full.append(draft.dim(size, split, ranged=True))
             index.append(draft.dim(wanted, FREE if looks_up else SUM if name == "scatter_add" else WHOLE))
         elif all(size == other for other in (wanted, *(shape[dim] for shape in sources))):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from scrimp.rules._call import Call, overload
-from scrimp.rules._draft import Draft, broadcast, stretched
+from scrimp.rules._draft import REALS, Draft, broadcast, stretched
 from scrimp.rules._here import Here, family
 from scrimp.rules._rule import Rule
 
@@ -51,7 +51,6 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     "addcmul.default": (("self", "tensor1"), ("self", "tensor2")),
     "addcdiv.default": (("self", "tensor1"),),
 }
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def is_pointwise(target: str) -> bool:
@@ -72,8 +71,6 @@ def pointwise(call: Call) -> Rule:
 
 def _linear(call: Call) -> tuple[tuple[str, ...], ...]:
     name = call.op.target.partition(".")[2]
-    if call.dtypes and any(dtype not in _FLOATS for dtype in call.dtypes) and name != "where.self" and "backward" not in name:
-        return () if not name.startswith("mul.") else _of_floats(call, _LINEAR[name])
     if name.endswith("_backward.default"):
         return (("grad_output",),)
     if name == "_to_copy.default":
@@ -85,17 +82,9 @@ def _linear(call: Call) -> tuple[tuple[str, ...], ...]:
     return _LINEAR.get(name, ())
 
 
-def _of_floats(call: Call, sets: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    def real(name: str) -> bool:
-        index = call.at(name)
-        return index is not None and call.dtypes[index] in _FLOATS
-
-    return tuple(names for names in sets if all(map(real, names)))
-
-
 def _to_float(call: Call) -> bool:
     wanted = call.arguments["dtype"]
-    return wanted is None or wanted.name in _FLOATS
+    return wanted is None or wanted.name in REALS
 
 
 def _dropout(call: Call) -> Rule:

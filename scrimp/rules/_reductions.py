@@ -35,8 +35,7 @@ def _reduction(kind: str, call: Call, linear: bool = False) -> Rule:
     out = _without(dims, over, bool(call.arguments.get("keepdim", False)))
     of = tuple(factor for dim in out for factor in dim)
     talks = [Talk(factor=f, of=of, itemsize=call.itemsize("self")) for i in over for f in dims[i]] if kind == INSIDE else []
-    sums = linear and not call.dtypes[0].startswith(("bool", "int", "uint"))
-    return draft.rule(*[out] * len(call.op.outputs), linear=[("self",)] if sums else [], talks=talks)
+    return draft.rule(*[out] * len(call.op.outputs), linear=[("self",)] if linear else [], talks=talks)
 
 
 def _along(call: Call, *, linear: bool) -> Rule | None:
