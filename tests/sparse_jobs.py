@@ -29,9 +29,9 @@ State = dict[str, torch.Tensor]
 def engine_of(name: str, settings: dict[str, Any], *, seed: int = 0, home: str = "device", **others: Any) -> Engine:
     torch.manual_seed(seed)
     optimizer = others.pop("optimizer", SGD(lr=LR, momentum=MOMENTUM))
-    others = {"precision": "fp32", "memory": Memory(device="1GiB"), **others}
+    others = {"precision": "fp32", **others}
     exchange = Sparse(**{"choose": False, **settings})
-    engine = Engine(zoo.build(name), optimizer=optimizer, device="cpu", exchange=exchange, **others)
+    engine = Engine(zoo.build(name), optimizer=optimizer, memory=Memory(device="1GiB"), device="cpu", exchange=exchange, **others)
     if home == "host":
         engine.planning._homes = frozenset()
     return engine
@@ -53,19 +53,6 @@ def train(name: str, steps: int, settings: dict[str, Any], pace: Pace | None = N
         engine = engine_of(name, settings, seed=rank, **others)  # rank 0's weights count
     losses = steps_of(engine, name, range(steps))
     return dict(engine.iter_state()), losses
-
-
-def counted(name: str, steps: int, settings: dict[str, Any], **others: Any) -> tuple[bool, set[int]]:
-    """Whether a parameter has pieces here that travel whole and others that do not; and how often parameters were updated."""
-    engine = engine_of(name, settings, **others)
-    steps_of(engine, name, range(steps))
-    engine.store.wait()
-    small = engine.exchanging.settings.small  # type: ignore[union-attr]
-    sides: dict[str, set[bool]] = {}
-    for layer in engine.exchanging._trained:  # type: ignore[union-attr]
-        for share in layer:
-            sides.setdefault(share.slot.name, set()).add(share.numel >= small)
-    return any(len(found) == 2 for found in sides.values()), {*engine.counts.values()}
 
 
 def oracle(

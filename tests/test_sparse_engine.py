@@ -115,15 +115,6 @@ def test_nodes_learn_alike_and_skip_alike() -> None:
         assert (kept, sound, on, skipped) == (True, True, True, 1)
 
 
-def test_nodes_count_a_parameter_once_that_travels_both_ways() -> None:
-    settings, optimizer = {"density": 0.05, "small": 500}, AdamW(lr=1e-3)
-    found = pool(4).run(
-        jobs.counted, "gpt-tiny", 3, settings, timeout_seconds=300, chunk_numel=5000, optimizer=optimizer, **NODES
-    )
-    assert any(both for both, _ in found)
-    assert {count for _, counts in found for count in counts} == {3}
-
-
 def test_nodes_go_on_where_they_were(tmp_path: Path) -> None:
     settings, folder = {"density": 0.05, "small": 100}, jobs.folder_of(tmp_path)
     want = pool(4).run(jobs.train, "gpt-tiny", 8, settings, timeout_seconds=300, **NODES)
@@ -338,29 +329,6 @@ def test_a_dense_engine_and_a_sparse_one_read_each_others_checkpoints(tmp_path: 
     jobs.steps_of(sparse, "gpt-tiny", range(4, 6))
 
 
-def test_what_waited_of_parameters_that_travel_whole_now_is_said_to_be_left_out(tmp_path: Path) -> None:
-    few = jobs.engine_of("gpt-tiny", {"density": 0.05, "small": 100})
-    jobs.steps_of(few, "gpt-tiny", range(2))
-    few.save(jobs.folder_of(tmp_path))
-    fewer = jobs.engine_of("gpt-tiny", {"density": 0.05, "small": 3500})
-    with pytest.warns(UserWarning, match=r"parameters travel whole now, such as .*: what they had not sent yet is left out"):
-        fewer.load(jobs.folder_of(tmp_path))
-    want, got = jobs._residuals(few), jobs._residuals(fewer)
-    assert 0 < len(got) < len(want)
-    assert all(torch.equal(got[name], want[name]) for name in got)
-
-
-def test_residuals_count_in_what_the_host_has_room_for() -> None:
-    """A host with room for the model, but not for what is kept back too: some layers are on the device from the start."""
-    roomy = jobs.engine_of("gpt-tiny", {"density": 0.05})
-    model = sum(tensor.nbytes for home in roomy.store.homes for tensor in home.tensors)
-    given: dict[str, Any] = {"memory": Memory(device="1GiB", host=int(1.1 * model))}
-    dense = Engine(zoo.build("gpt-tiny"), optimizer=roomy.optimizer, precision="fp32", device="cpu", **given)
-    assert {home.place for home in dense.store.homes} == {"host"}
-    tight = jobs.engine_of("gpt-tiny", {"density": 0.05}, **given)
-    assert {home.place for home in tight.store.homes} == {"device", "host"}
-
-
 @pytest.mark.parametrize(
     ("settings", "others", "words"),
     [
@@ -373,7 +341,6 @@ def test_residuals_count_in_what_the_host_has_room_for() -> None:
         ({"warm_up": -1}, {}, "warm_up=-1"),
         ({"check_every": 0}, {}, "check_every=0"),
         ({}, {"precision": "fp16"}, "fp16"),
-        ({}, {"memory": Memory(device="1GiB", disk="here")}, "Memory.disk='here'. with Sparse"),
         ({}, {"optimizer": AdamW(state="int8")}, "int8"),
         ({}, {"optimizer": SGD(momentum=0.9, nesterov=True)}, "nesterov"),
         ({}, {"optimizer": SGD(momentum=0.9, groups=[("*", {"dampening": 0.1})])}, "dampening"),

@@ -1,32 +1,35 @@
 """How each operator may be split over a mesh, and the proof."""
 
-from scrimp.rules._check import check
-from scrimp.rules._discover import discover
-from scrimp.rules._known import known_targets, rule_of
-from scrimp.rules._localize import localize
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from scrimp.rules._rule import FREE, INSIDE, SUM, WHOLE, Dims, Factor, Rule, Talk
 from scrimp.rules._split import Split, Sums, choices, factored_shape, fits, layouts, may_split, refine
 
+if TYPE_CHECKING:
+    from scrimp.rules._check import check
+    from scrimp.rules._discover import discover
+    from scrimp.rules._known import known_targets, rule_of
+    from scrimp.rules._localize import localize
+
 __all__ = [
-    "FREE",
-    "INSIDE",
-    "SUM",
-    "WHOLE",
-    "Dims",
-    "Factor",
-    "Rule",
-    "Split",
-    "Sums",
-    "Talk",
-    "check",
-    "choices",
-    "discover",
-    "factored_shape",
-    "fits",
-    "known_targets",
-    "layouts",
-    "localize",
-    "may_split",
-    "refine",
-    "rule_of",
-]
+    "FREE", "INSIDE", "SUM", "WHOLE", "Dims", "Factor", "Rule", "Split", "Sums", "Talk", "check", "choices", "discover",
+    "factored_shape", "fits", "known_targets", "layouts", "localize", "may_split", "refine", "rule_of",
+]  # fmt: skip
+
+_WITH_TORCH = {
+    "check": "_check",
+    "discover": "_discover",
+    "known_targets": "_known",
+    "rule_of": "_known",
+    "localize": "_localize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Rules are data and need no torch; knowing them by operator does."""
+    if name in _WITH_TORCH:
+        return getattr(import_module(f"scrimp.rules.{_WITH_TORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

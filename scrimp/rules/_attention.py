@@ -1,8 +1,10 @@
-"""Scaled dot-product attention, as torch's kernels take it: the CPU's, and CUDA's flash, efficient and cudnn. Batch and heads may be
-split, and rows of the query unless the mask is "causal", which counts rows from the first. Rows of keys and values, and the width of
-a head, stay whole. Of a split query the gradients of keys and values are parts of a sum."""
+"""Scaled dot-product attention, as torch's kernels take it: the CPU's, and CUDA's flash, efficient and cudnn. Batch and heads
+may be split, and rows of the query unless the mask is "causal", which counts rows from the first. Rows of keys and values, and
+the width of a head, stay whole. Of a split query the gradients of keys and values are parts of a sum."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from scrimp.rules._call import Call
 from scrimp.rules._draft import Draft
@@ -17,13 +19,13 @@ _KINDS = (_CPU, _FLASH, _EFFICIENT, _CUDNN)
 
 
 def _operands(call: Call, draft: Draft, kind: str, *, backward: bool) -> tuple[Dims, Dims, Dims, Dims, Dims]:
-    """Of query, key, value, result and log-sum-exp. Where heads share keys, as many heads of the query as share one stay with it."""
+    """Of query, key, value, result and log-sum-exp. Where heads share keys, as many heads of the query as share one stay with
+    it."""
     batch, heads, rows, width = call.shape("query")
     shared = call.shape("key")[1]
     b, h = draft.dim(batch), draft.dim(shared)
     share = draft.dim(heads // shared, SUM if backward else FREE)
-    # The efficient kernel pads the log-sum-exp's rows; and with dropout a kernel draws by row.
-    fixed = call.arguments["is_causal"] or kind == _EFFICIENT or call.arguments["dropout_p"] != 0
+    fixed = call.arguments["is_causal"] or kind == _EFFICIENT  # the efficient kernel pads the log-sum-exp's rows
     q = draft.dim(rows, WHOLE if fixed else SUM if backward else FREE)
     s, d, e = draft.dim(call.shape("key")[2], WHOLE), draft.dim(width, WHOLE), draft.dim(call.shape("value")[3], WHOLE)
     query, key, value, out = (b, (*h, *share), q, d), (b, h, s, d), (b, h, s, e), (b, (*h, *share), q, e)
@@ -64,7 +66,7 @@ def _mask_wants_gradient(call: Call) -> bool:
 
 ATTENTION = family(
     {
-        **{f"aten.{kind}.default": lambda call, kind=kind: _forward(kind, call) for kind in _KINDS},
-        **{f"aten.{kind}_backward.default": lambda call, kind=kind: _backward(kind, call) for kind in _KINDS},
+        **{f"aten.{kind}.default": partial(_forward, kind) for kind in _KINDS},
+        **{f"aten.{kind}_backward.default": partial(_backward, kind) for kind in _KINDS},
     }
 )

@@ -1,5 +1,5 @@
-"""Batch norm on one member of several that share the batch: sums per channel are all-reduced, the rest is local. The mean first and
-then the squares of what is off it, because a difference of two large sums would lose digits."""
+"""Batch norm on one member of several that share the batch: sums per channel are all-reduced, the rest is local. The mean first
+and then the squares of what is off it, because a difference of two large sums would lose digits."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from scrimp.capture._graph import Named, Op, Ref, Value
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload(target: str) -> torch._ops.OpOverload | None:
     """ "aten.mm.default" -> torch.ops.aten.mm.default; None if this torch has none."""
     found: Any = torch.ops
@@ -38,7 +38,8 @@ class Call:
 
     def all_at(self, name: str) -> tuple[int | None, ...]:
         """The same for an argument that is a list of tensors."""
-        return tuple(each.index if isinstance(each, At) else None for each in self.arguments[name] or ())
+        found = self.arguments[name]
+        return tuple(each.index if isinstance(each, At) else None for each in found) if isinstance(found, tuple) else ()
 
     def shape(self, name: str) -> tuple[int, ...]:
         index = self.at(name)

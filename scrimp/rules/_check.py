@@ -1,5 +1,6 @@
-"""The proof of a rule by numbers: run an operator whole; cut its operands as a rule and a choice say, run each member's part, put the
-results together; compare. All members are threads of this process, so that those which talk inside of an operator meet."""
+"""The proof of a rule by numbers: run an operator whole; cut its operands as a rule and a choice say, run each member's part,
+put the results together; compare. All members are threads of this process, so that those which talk inside of an operator
+meet."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def check(
     floats: str = _HIGH,
     device: str = "cpu",
 ) -> list[str]:
-    """What is wrong; nothing if the rule (the operator's own, if none is given) is right for this choice. Real numbers are all made
-    `floats`, whatever the values say: only the split is on trial."""
+    """What is wrong; nothing if the rule (the operator's own, if none is given) is right for this choice. Real numbers are all
+    made `floats`, whatever the values say: only the split is on trial."""
     rule = rule or rule_of(op, values)
     call = bind(_made_of(op, floats, device), values)
     if rule is None or call is None:

@@ -60,8 +60,8 @@ def _convolution(call: Call) -> Rule | None:
 
 
 def _convolution_backward(call: Call) -> Rule | None:
-    """The gradient of the input sums over the output's channels, those of weight and bias over the batch. The bias' gradient knows
-    nothing of the input's channels: where these are split all members have it alike."""
+    """The gradient of the input sums over the output's channels, those of weight and bias over the batch. The bias' gradient
+    knows nothing of the input's channels: where these are split all members have it alike."""
     if len(call.shape("input")) != len(call.shape("weight")):
         return None
     draft = Draft(call)

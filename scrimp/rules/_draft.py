@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from scrimp.rules._call import Call
 from scrimp.rules._rule import FREE, WHOLE, Dims, Factor, Rule, Talk
 
+REALS = ("float16", "bfloat16", "float32", "float64")
+
 
 class Draft:
     """Factors are made with `dim`; inputs that nobody describes with `put` stay whole."""
@@ -55,9 +57,16 @@ class Draft:
             factors=tuple(self.factors),
             inputs=inputs,
             outputs=tuple(None if name is None else dims for name, dims in zip(op.outputs, outputs, strict=False)),
-            linear=tuple(dict.fromkeys(members for members in linear if members and _closed(members, op.inputs))),
+            linear=tuple(dict.fromkeys(members for members in linear if members and self._may_be_parts(members))),
             talks=tuple(talks),
         )
+
+    def _may_be_parts(self, members: frozenset[int]) -> bool:
+        """Real numbers, and all of a value: one that stands twice among the inputs is in parts in both places, so that x * x is
+        not linear."""
+        names = self.call.op.inputs
+        alike = all((names[i] == names[j]) <= (j in members) for i in members for j in range(len(names)))
+        return alike and all(self.call.dtypes[i] in REALS for i in members)
 
 
 def stretched(shape: Sequence[int], dims: Dims) -> Dims:
@@ -65,6 +74,8 @@ def stretched(shape: Sequence[int], dims: Dims) -> Dims:
     return tuple(() if size == 1 else dim for size, dim in zip(shape, behind, strict=True))
 
 
-def _closed(members: frozenset[int], names: Sequence[str]) -> bool:
-    """A value that stands twice among the inputs is in parts in both places: x * x is not linear."""
-    return all((names[i] == names[j]) <= (j in members) for i in members for j in range(len(names)))
+def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that tensors of these have together."""
+    rank = max(map(len, shapes), default=0)
+    wide = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*wide, strict=True))

@@ -23,7 +23,6 @@ _COUNTING = (
     "aten.linspace.default",
     "aten.eye.default",
     "aten.eye.m",
-    "prims.iota.default",
 )
 _DRAWN = ("aten.rand.default", "aten.randn.default")
 _DRAWN_LIKE = ("aten.rand_like.default", "aten.randn_like.default", "aten.bernoulli.p", "aten.bernoulli.default")
@@ -66,13 +65,14 @@ def _run_counting(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
 def _run_drawn(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     dims, name = here.rule.outputs[0], here.call.op.target.split(".")[1]
     assert dims is not None
-    like, generator = given.get("self"), here.generator(dims)
+    like: Any = given.get("self")
+    generator = here.generator(dims)
     device, dtype = given.get("device"), given.get("dtype")
     if like is not None:
         device, dtype = device or like.device, dtype or like.dtype
     shape = here.shape(dims)
     if name == "bernoulli":
-        chance = given["p"] if "p" in given else like
+        chance = given.get("p", like)
         return ((torch.rand(shape, generator=generator, device=device) < chance).to(dtype),)
     make = torch.randn if name.startswith("randn") else torch.rand
     return (make(shape, generator=generator, device=device, dtype=dtype),)

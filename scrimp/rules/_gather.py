@@ -1,22 +1,18 @@
-"""Looking rows up, and adding to rows. A member that holds a range of the rows looks up those in its range and has zeros for the others,
-so that the results are parts of a sum; a row that is written goes to the member that holds it. Where indices are split and rows are added
-up, every member's rows are parts of a sum."""
+"""Looking rows up, and adding to rows. A member that holds a range of the rows looks up those in its range and has zeros for
+the others, so that the results are parts of a sum; a row that is written goes to the member that holds it. Where indices are
+split and rows are added up, every member's rows are parts of a sum."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from scrimp.rules._call import Call
-from scrimp.rules._draft import Draft, stretched
-from scrimp.rules._here import Here, family
+from scrimp.rules._draft import REALS, Draft, broadcast, stretched
+from scrimp.rules._here import Here
 from scrimp.rules._rule import FREE, SUM, WHOLE, Dims, Rule
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-
-def _embedding(call: Call) -> Rule:
+def embedding_rule(call: Call) -> Rule:
     draft, (rows, columns) = Draft(call), call.shape("weight")
     v, c, i = draft.dim(rows, SUM, ranged=True), draft.dim(columns), draft.dims(call.shape("indices"))
     draft.put("weight", (v, c))
@@ -24,7 +20,7 @@ def _embedding(call: Call) -> Rule:
     return draft.rule((*i, c), linear=[("weight",)])
 
 
-def _embedding_backward(call: Call) -> Rule:
+def embedding_backward_rule(call: Call) -> Rule:
     draft = Draft(call)
     counted = call.arguments["scale_grad_by_freq"]  # by how often a row is met in all of the batch
     i = draft.dims(call.shape("indices"), WHOLE if counted else SUM)
@@ -35,8 +31,8 @@ def _embedding_backward(call: Call) -> Rule:
 
 
 def indexed(call: Call) -> tuple[list[int], list[int], tuple[int, ...], int] | None:
-    """Of `index` and its kin: which dims are looked up, the inputs that say where, the shape these have together, and where it stands in
-    the result. None where an index is a mask, whose result has a shape that the data decide."""
+    """Of `index` and its kin: which dims are looked up, the inputs that say where, the shape these have together, and where it
+    stands in the result. None where an index is a mask, whose result has a shape that the data decide."""
     if "dim" in call.arguments:
         at = call.at("index")
         assert at is not None
@@ -52,17 +48,17 @@ def indexed(call: Call) -> tuple[list[int], list[int], tuple[int, ...], int] | N
         return None
     dims = [dim for dim, _ in places]
     together = dims == list(range(dims[0], dims[0] + len(dims)))
-    shape = tuple(torch.broadcast_shapes(*(call.shapes[at] for _, at in places)))
+    shape = broadcast([call.shapes[at] for _, at in places])
     return dims, [at for _, at in places], shape, dims[0] if together else 0
 
 
-def _index(call: Call) -> Rule | None:
+def index_rule(call: Call) -> Rule | None:
     found = indexed(call)
     if found is None:
         return None
     dims, inputs, shape, at = found
     draft, whole = Draft(call), call.shape("self")
-    one = len(dims) == 1 and call.dtypes[call.at("self") or 0] in _FLOATS
+    one = len(dims) == 1 and call.dtypes[call.at("self") or 0] in REALS
     i = draft.dims(shape)
     full = tuple(
         draft.dim(size, SUM if one else WHOLE, ranged=one) if dim in dims else draft.dim(size) for dim, size in enumerate(whole)
@@ -74,7 +70,7 @@ def _index(call: Call) -> Rule | None:
     return draft.rule((*rest[:at], *i, *rest[at:]), linear=[("self",)])
 
 
-def _index_put(call: Call) -> Rule | None:
+def index_put_rule(call: Call) -> Rule | None:
     """`index_put` and `index_add`: without adding, what is written last stays, so that indices must be whole."""
     found = indexed(call)
     if found is None:
@@ -96,7 +92,7 @@ def _index_put(call: Call) -> Rule | None:
     return draft.rule(full, linear=[("self", source)])
 
 
-def _gather(call: Call) -> Rule | None:
+def gather_rule(call: Call) -> Rule | None:
     """`gather`, `scatter` and `scatter_add`. Dims that are not looked up are shared where index and tensor agree in size."""
     whole, places, name = call.shape("self"), call.shape("index"), call.op.target.split(".")[1]
     if not whole or not places:
@@ -108,7 +104,7 @@ def _gather(call: Call) -> Rule | None:
     for dim, (size, wanted) in enumerate(zip(whole, places, strict=True)):
         if dim == along:
             looks_up = name == "gather"
-            split = SUM if looks_up and call.dtypes[call.at("self") or 0] in _FLOATS else WHOLE if looks_up else FREE
+            split = SUM if looks_up and call.dtypes[call.at("self") or 0] in REALS else WHOLE if looks_up else FREE
             full.append(draft.dim(size, split, ranged=True))
             index.append(draft.dim(wanted, FREE if looks_up else SUM if name == "scatter_add" else WHOLE))
         elif all(size == other for other in (wanted, *(shape[dim] for shape in sources))):
@@ -128,7 +124,7 @@ def _gather(call: Call) -> Rule | None:
     return draft.rule(tuple(full), linear=[("self", "src")] if sources else [])
 
 
-def _one_hot(call: Call) -> Rule | None:
+def one_hot_rule(call: Call) -> Rule | None:
     if call.arguments["num_classes"] < 0:
         return None  # the data decide the shape
     draft = Draft(call)

@@ -6,8 +6,16 @@ from typing import Any
 
 import torch
 
-from scrimp.rules import _gather as rules
-from scrimp.rules._gather import own_rows, table_dim
+from scrimp.rules._gather import (
+    embedding_backward_rule,
+    embedding_rule,
+    gather_rule,
+    index_put_rule,
+    index_rule,
+    one_hot_rule,
+    own_rows,
+    table_dim,
+)
 from scrimp.rules._here import Here, family
 from scrimp.rules._rule import Dims
 
@@ -89,12 +97,12 @@ _READERS = ("aten.index.Tensor", "aten._unsafe_index.Tensor", "aten.index_select
 
 GATHER = family(
     {
-        "aten.embedding.default": rules._embedding,
-        "aten.embedding_dense_backward.default": rules._embedding_backward,
-        **dict.fromkeys(_READERS, rules._index),
-        **dict.fromkeys(_ADDERS, rules._index_put),
-        **dict.fromkeys(("aten.gather.default", *_WRITERS), rules._gather),
-        "aten.one_hot.default": rules._one_hot,
+        "aten.embedding.default": embedding_rule,
+        "aten.embedding_dense_backward.default": embedding_backward_rule,
+        **dict.fromkeys(_READERS, index_rule),
+        **dict.fromkeys(_ADDERS, index_put_rule),
+        **dict.fromkeys(("aten.gather.default", *_WRITERS), gather_rule),
+        "aten.one_hot.default": one_hot_rule,
     },
     addends=dict.fromkeys((*_ADDERS, "aten.scatter_add.default"), "self"),
     runs={

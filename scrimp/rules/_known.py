@@ -27,8 +27,8 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 # Found by `discover`, as it writes them.
 DISCOVERED: dict[str, str] = {
-    "aten.dot.default": "k, k -> ; sum k; linear 0; linear 1",
-    "aten.mv.default": "i k, k -> i; sum k; linear 0; linear 1",
+    "aten.dot.default": "a, a -> ; sum a; linear 0; linear 1",
+    "aten.mv.default": "a b, b -> a; sum b; linear 0; linear 1",
 }
 
 _RULES: dict[str, RuleOf] = {target: rule for family in FAMILIES for target, rule in family.rules.items()}

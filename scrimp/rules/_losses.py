@@ -1,8 +1,10 @@
-"""The negative log-likelihood. A mean over split rows is the sum of all over the count of all (ignored labels do not count); a member
-that holds a range of the classes takes the labels in its range, and ignores the others."""
+"""Losses: the negative log-likelihood, and those of pairs of numbers. A mean over split rows is the sum of all over the count
+of all (ignored labels do not count); a member that holds a range of the classes takes the labels in its range, and ignores the
+others."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from scrimp.rules._call import Call
 from scrimp.rules._draft import Draft
 from scrimp.rules._here import Here, family
-from scrimp.rules._rule import FREE, INSIDE, Rule, Talk
+from scrimp.rules._rule import FREE, INSIDE, SUM, Rule, Talk
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # as torch numbers reductions
 _IGNORED = -100  # not a class, wherever the range begins
@@ -78,12 +80,38 @@ def _run_backward(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     return here.call.run({**given, "target": labels.masked_fill(~hit, _IGNORED), "ignore_index": _IGNORED})
 
 
+def _elementwise(call: Call) -> Rule:
+    """Of two tensors of one shape. A mean is parts of a sum as well: each member divides by the count of all."""
+    backward, each = call.at("grad_output") is not None, call.arguments["reduction"] == _NONE
+    draft = Draft(call)
+    dims = draft.dims(call.shape("self"), FREE if backward or each else SUM)
+    draft.put("self", dims)
+    draft.put("target", dims)
+    if backward:
+        draft.stretched("grad_output", dims)
+    return draft.rule(dims if backward or each else (), linear=[("grad_output",)])
+
+
+def _run_elementwise(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
+    factors = [factor for dim in here.of("self") for factor in dim]
+    if given["reduction"] != _MEAN or here.count(factors) == 1:
+        return here.call.run(given)
+    (made,) = here.call.run({**given, "reduction": _SUM})
+    return (made / prod(here.rule.factors[factor].size for factor in factors),)
+
+
+_OF_PAIRS = tuple(
+    f"aten.{name}{backward}.default" for name in ("mse_loss", "smooth_l1_loss", "huber_loss") for backward in ("", "_backward")
+)
+
 LOSSES = family(
     {
+        **dict.fromkeys(_OF_PAIRS, _elementwise),
         **dict.fromkeys(("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"), _forward),
         **dict.fromkeys(("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default"), _backward),
     },
     runs={
+        **dict.fromkeys(_OF_PAIRS, _run_elementwise),
         **dict.fromkeys(("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"), _run_forward),
         **dict.fromkeys(("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default"), _run_backward),
     },

@@ -1,5 +1,6 @@
-"""Normalisation. Layer, root-mean-square and group norms keep what they normalise whole; rows, and groups, may be split, and gradients
-of weights are then parts of a sum over the rows. Batch norm normalises over the batch itself: where that is split members talk."""
+"""Normalisation. Layer, root-mean-square and group norms keep what they normalise whole; rows, and groups, may be split, and
+gradients of weights are then parts of a sum over the rows. Batch norm normalises over the batch itself: where that is split
+members talk."""
 
 from __future__ import annotations
 

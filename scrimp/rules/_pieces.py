@@ -1,6 +1,6 @@
-"""Operators that cut a dim into pieces or put pieces together. Where all cuts fall on multiples of a size g, the dim is a product: of
-blocks of g, and of the places inside of a block. The blocks stay whole, the inside may be split: a fused query-key-value of 3 x 64 is
-cut into its three with each of them split over members."""
+"""Operators that cut a dim into pieces or put pieces together. Where all cuts fall on multiples of a size g, the dim is a
+product: of blocks of g, and of the places inside of a block. The blocks stay whole, the inside may be split: a fused
+query-key-value of 3 x 64 is cut into its three with each of them split over members."""
 
 from __future__ import annotations
 

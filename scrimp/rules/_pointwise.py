@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from scrimp.rules._call import Call, overload
-from scrimp.rules._draft import Draft, stretched
+from scrimp.rules._draft import REALS, Draft, broadcast, stretched
 from scrimp.rules._here import Here, family
 from scrimp.rules._rule import Rule
 
@@ -17,14 +17,21 @@ UNMARKED = (
     "aten.alias.default",
     "aten.contiguous.default",
     "aten.detach.default",
+    "aten.elu_backward.default",
+    "aten.floor_divide.default",
+    "aten.hardsigmoid_backward.default",
+    "aten.hardswish.default",
+    "aten.hardswish_backward.default",
+    "aten.hardtanh_backward.default",
+    "aten.leaky_relu_backward.default",
     "aten.lift_fresh_copy.default",
     "aten.masked_fill.Tensor",
+    "aten.mish_backward.default",
+    "aten.softplus_backward.default",
     "aten.threshold_backward.default",
     "aten.where.Scalar",
     "aten.where.ScalarOther",
     "aten.where.ScalarSelf",
-    "prims.convert_element_type.default",
-    "prims.fma.default",
 )
 # Of which arguments together a sum may pass through, by name: f(a + b) = f(a) + f(b), all else being the same.
 _ALONE = ("self",)
@@ -44,7 +51,6 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     "addcmul.default": (("self", "tensor1"), ("self", "tensor2")),
     "addcdiv.default": (("self", "tensor1"),),
 }
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def is_pointwise(target: str) -> bool:
@@ -57,7 +63,7 @@ def is_pointwise(target: str) -> bool:
 
 def pointwise(call: Call) -> Rule:
     draft = Draft(call)
-    out = draft.dims(torch.broadcast_shapes(*call.shapes))
+    out = draft.dims(broadcast(call.shapes))
     for index, shape in enumerate(call.shapes):
         draft.inputs[index] = stretched(shape, out)
     return draft.rule(*[out] * len(call.op.outputs), linear=_linear(call))
@@ -65,8 +71,6 @@ def pointwise(call: Call) -> Rule:
 
 def _linear(call: Call) -> tuple[tuple[str, ...], ...]:
     name = call.op.target.partition(".")[2]
-    if call.dtypes and any(dtype not in _FLOATS for dtype in call.dtypes) and name != "where.self" and "backward" not in name:
-        return () if not name.startswith("mul.") else _of_floats(call, _LINEAR[name])
     if name.endswith("_backward.default"):
         return (("grad_output",),)
     if name == "_to_copy.default":
@@ -78,17 +82,9 @@ def _linear(call: Call) -> tuple[tuple[str, ...], ...]:
     return _LINEAR.get(name, ())
 
 
-def _of_floats(call: Call, sets: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    def real(name: str) -> bool:
-        index = call.at(name)
-        return index is not None and call.dtypes[index] in _FLOATS
-
-    return tuple(names for names in sets if all(map(real, names)))
-
-
 def _to_float(call: Call) -> bool:
     wanted = call.arguments["dtype"]
-    return wanted is None or wanted.name in _FLOATS
+    return wanted is None or wanted.name in REALS
 
 
 def _dropout(call: Call) -> Rule:

@@ -1,5 +1,5 @@
-"""Reductions over dims. A sum over a split dim leaves parts of a sum; a largest or an "any" is all-reduced; what needs all of a dim at
-once (order, products, scans) keeps it whole. A mean is the local sum over the count of all."""
+"""Reductions over dims. A sum over a split dim leaves parts of a sum; a largest or an "any" is all-reduced; what needs all of a
+dim at once (order, products, scans) keeps it whole. A mean is the local sum over the count of all."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from scrimp.rules._call import Call, call as call_target
+from scrimp.rules._call import Call
+from scrimp.rules._call import call as call_target
 from scrimp.rules._draft import Draft
 from scrimp.rules._here import Here, family
 from scrimp.rules._rule import FREE, INSIDE, SUM, WHOLE, Dims, Rule, Talk
 
 
-def reduced(call: Call) -> set[int]:
+def reduced(call: Call, rank: int) -> set[int]:
     """The dims that an operator's `dim` names; all where it names none."""
-    rank, dim = len(call.shape("self")), call.arguments.get("dim")
+    dim = call.arguments.get("dim")
     if dim is None or dim == ():
         return set(range(rank))
     return {each % max(rank, 1) for each in (dim if isinstance(dim, (tuple, list)) else (dim,))} if rank else set()
@@ -28,14 +29,13 @@ def _without(dims: Dims, over: set[int], keep: bool) -> Dims:
 
 
 def _reduction(kind: str, call: Call, linear: bool = False) -> Rule:
-    draft, over = Draft(call), reduced(call)
+    draft, over = Draft(call), reduced(call, len(call.shape("self")))
     dims = tuple(draft.dim(size, kind if index in over else FREE) for index, size in enumerate(call.shape("self")))
     draft.put("self", dims)
     out = _without(dims, over, bool(call.arguments.get("keepdim", False)))
     of = tuple(factor for dim in out for factor in dim)
     talks = [Talk(factor=f, of=of, itemsize=call.itemsize("self")) for i in over for f in dims[i]] if kind == INSIDE else []
-    sums = linear and not call.dtypes[0].startswith(("bool", "int", "uint"))
-    return draft.rule(*[out] * len(call.op.outputs), linear=[("self",)] if sums else [], talks=talks)
+    return draft.rule(*[out] * len(call.op.outputs), linear=[("self",)] if linear else [], talks=talks)
 
 
 def _along(call: Call, *, linear: bool) -> Rule | None:
@@ -52,7 +52,8 @@ def _along(call: Call, *, linear: bool) -> Rule | None:
 
 
 def _run_mean(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
-    over, dims, x = reduced(here.call), here.of("self"), given["self"]
+    dims, x = here.of("self"), given["self"]
+    over = reduced(here.call, len(dims))
     if here.count(factor for index in over for factor in dims[index]) == 1:
         return here.call.run(given)
     count = prod(here.rule.factors[factor].size for index in over for factor in dims[index])
@@ -66,8 +67,8 @@ def _run_mean(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
 def _run_extreme(how: str, here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     """Of a smallest and an "all" the opposite's largest is taken."""
     (local,) = here.call.run(given)
-    over, dims = reduced(here.call), here.of("self")
-    split = [factor for index in sorted(over) for factor in dims[index]]
+    dims = here.of("self")
+    split = [factor for index in sorted(reduced(here.call, len(dims))) for factor in dims[index]]
     if here.count(split) == 1:
         return (local,)
     flips = how in ("amin", "all")

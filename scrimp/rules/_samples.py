@@ -1,4 +1,5 @@
-"""Random tensors that an operator can be called with: indices within range, labels some of which are ignored, variances above zero."""
+"""Random tensors that an operator can be called with: indices within range, labels some of which are ignored, variances above
+zero."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def _whole_numbers(bound: Call, operator: str, name: str, shape: tuple[int, ...]
         scores = bound.shape("self")
         labels = torch.randint(scores[0 if len(scores) == 1 else 1], shape, generator=generator)
         return labels.masked_fill(torch.rand(shape, generator=generator) < 0.3, bound.arguments["ignore_index"])
-    if name not in ("index", "indices"):
+    if name not in ("index", "indices") or "pool" in operator:
         return torch.randint(bound.arguments["num_classes"] if operator == "one_hot" else 5, shape, generator=generator)
     limit = _limit(bound, operator, shape)
     if operator in _WRITES_ONCE and not bound.arguments.get("accumulate", False):
@@ -69,7 +70,7 @@ def _limit(bound: Call, operator: str, shape: tuple[int, ...]) -> int:
     if operator == "embedding":
         return bound.shape("weight")[0]
     if "dim" in bound.arguments:
-        return bound.shape("self")[bound.arguments["dim"]]
+        return bound.shape("self")[int(bound.arguments["dim"])]
     return min(size for size, at in zip(bound.shape("self"), bound.all_at("indices"), strict=False) if at is not None)
 
 
@@ -82,9 +83,8 @@ def _of_forward(bound: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     elif target.startswith("aten._scaled_dot_product") and target.endswith("_backward.default"):
         forward = target.replace("_backward.default", ".default")
         given = {"compute_log_sumexp": True, "return_debug_mask": False, **given}
-        names = ("out", "logsumexp", "philox_seed", "philox_offset")
-        if "efficient" not in target:
-            names = ("out", "logsumexp", "cum_seq_q", "cum_seq_k", "", "", "philox_seed", "philox_offset")
+        lengths = () if "efficient" in target else ("cum_seq_q", "cum_seq_k", "", "")
+        names = ("out", "logsumexp", *lengths, "philox_seed", "philox_offset")
         made = dict(zip(names, call(forward, given), strict=False))
     else:
         return tensors

@@ -1,5 +1,5 @@
-"""Softmax, its logarithm, and their backwards. Where the dim that is normalised is split, members all-reduce the largest and the sum
-of the exponentials (backward: one sum): numbers per row, and never the row."""
+"""Softmax, its logarithm, and their backwards. Where the dim that is normalised is split, members all-reduce the largest and
+the sum of the exponentials (backward: one sum): numbers per row, and never the row."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def _layout(dims: Dims, split: Split, partial: Sequence[str]) -> Layout:
 
 
 def faults(rule: Rule, shapes: Sequence[Sequence[int]], made: Sequence[Sequence[int] | None]) -> list[str]:
-    """What is wrong with a rule by itself: sizes that are not those of the tensors, a talk about a factor that is not "inside"."""
+    """What is wrong with a rule by itself: sizes that are not those of the tensors, a talk about a factor that is not
+    "inside"."""
     found = []
     for what, all_dims, all_shapes in (("input", rule.inputs, shapes), ("output", rule.outputs, made)):
         for index, (dims, wanted) in enumerate(zip(all_dims, all_shapes, strict=True)):

@@ -1,5 +1,5 @@
-"""Operators that only say the shape anew, turn dims, or repeat what is there. A dim that is cut up, or made of several, is a product of
-factors: 128 x 192 seen as 4 x 32 x 3 x 64 is (4 32) (3 64), and each of the four may be split."""
+"""Operators that only say the shape anew, turn dims, or repeat what is there. A dim that is cut up, or made of several, is a
+product of factors: 128 x 192 seen as 4 x 32 x 3 x 64 is (4 32) (3 64), and each of the four may be split."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SELF = [("self",)]
 
 
 def regroup(draft: Draft, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
-    """The dims of two shapes of as many elements, in the factors that they share. Where cuts of one do not nest in the other's, as in
-    6 x 4 -> 8 x 3, the common major part (2) is shared, and the rest of either stays whole."""
+    """The dims of two shapes of as many elements, in the factors that they share. Where cuts of one do not nest in the other's,
+    as in 6 x 4 -> 8 x 3, the common major part (2) is shared, and the rest of either stays whole."""
     dims: tuple[list[list[int]], list[list[int]]] = ([[] for _ in source], [[] for _ in target])
     if 0 in source:
         return draft.dims(source, WHOLE), draft.dims(target, WHOLE)
@@ -73,9 +73,7 @@ def _turned(call: Call) -> Rule:
     if name == "permute":
         order = [dim % len(shape) for dim in call.arguments["dims"]]
     elif len(shape) > 1:
-        first, second = (
-            (0, 1) if name in ("t", "numpy_T") else (call.arguments["dim0"] % len(shape), call.arguments["dim1"] % len(shape))
-        )
+        first, second = (0, 1) if name == "t" else (call.arguments["dim0"] % len(shape), call.arguments["dim1"] % len(shape))
         order[first], order[second] = order[second], order[first]
     return draft.rule(tuple(dims[at] for at in order), linear=_SELF)
 
@@ -141,8 +139,8 @@ def _run_view(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     return (given["self"].reshape(here.shape(here.rule.outputs[0])),)
 
 
-_VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_copy.default")
-_TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.numpy_T.default")
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+_TURNS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 _SQUEEZES = ("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
 _MIRRORS = ("aten.flip.default", "aten.roll.default", "aten.tril.default", "aten.triu.default")
 
