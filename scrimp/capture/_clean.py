@@ -11,7 +11,15 @@ from collections.abc import Callable
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, fx
 
-from scrimp.capture._dynamo_private import autocast_enters, autocast_exits, grad_switch, higher_order, logs_use, storage_of
+from scrimp.capture._dynamo_private import (
+    autocast_enters,
+    autocast_exits,
+    depends_on_values,
+    grad_switch,
+    higher_order,
+    logs_use,
+    storage_of,
+)
 from scrimp.errors import CaptureError
 
 WAY_OUT = "run Engine without a plan (data parallel, any eager module)"
@@ -30,9 +38,10 @@ def tensor_of(node: fx.Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def clean(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
+def clean(graph: fx.Graph, where: Callable[[fx.Node], str], way_out: str = WAY_OUT) -> None:
+    """In place."""
     for node in list(graph.nodes):
-        _refuse(node, where)
+        _refuse(node, where, way_out)
         if logs_use(node) or autocast_exits(node):
             graph.erase_node(node)
         elif _idle(node):
@@ -47,11 +56,16 @@ def clean(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
             graph.erase_node(node)
 
 
-def _refuse(node: fx.Node, where: Callable[[fx.Node], str]) -> None:
+def _refuse(node: fx.Node, where: Callable[[fx.Node], str], way_out: str) -> None:
     if autocast_enters(node):
         raise CaptureError(
             f"{where(node)}: autocast inside forward cannot be planned, as its dtypes change within layers; cast the "
-            f"parameters instead (precision='bf16' does), or {WAY_OUT}"
+            f"parameters instead (precision='bf16' does), or {way_out}"
+        )
+    if depends_on_values(node):
+        raise CaptureError(
+            f"{where(node)}: {node.name} gives a number or a shape that depends on the values of tensors (.item(), nonzero, "
+            f"x[mask]), which no plan can know beforehand; {way_out}"
         )
     name = higher_order(node)
     if name is not None and "checkpoint" in name:
@@ -60,7 +74,7 @@ def _refuse(node: fx.Node, where: Callable[[fx.Node], str]) -> None:
             "switch it off (Hugging Face: model.gradient_checkpointing_disable()) and capture again"
         )
     if name is not None:
-        raise CaptureError(f"{where(node)}: {name} holds a graph inside of the graph, which cannot be planned; {WAY_OUT}")
+        raise CaptureError(f"{where(node)}: {name} holds a graph inside of the graph, which cannot be planned; {way_out}")
 
 
 def _idle(node: fx.Node) -> bool:

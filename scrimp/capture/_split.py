@@ -1,12 +1,12 @@
 """Where one layer ends and the next begins.
 
-    paths     the module tree is walked from the top. The runs of a module's children are cut apart if two of the pieces are
-              alike, or a child is cut itself. Members of a list stay layers of their own; what lies between, before and
-              behind them is one layer each.
-    narrow    inside of members, a cut is made only where no more values that carry gradients cross than where the member
-              begins: convolutions of a residual block, or experts, may be alike but are no layers.
-    chains    where no path repeats, wherever just one value that carries a gradient crosses; if pieces repeat.
-    whole     otherwise the model is one layer.
+paths     the module tree is walked from the top. The runs of a module's children are cut apart if two of the pieces are
+          alike, or a child is cut itself. Members of a list stay layers of their own; what lies between, before and
+          behind them is one layer each.
+narrow    inside of members, a cut is made only where no more values that carry gradients cross than where the member
+          begins: convolutions of a residual block, or experts, may be alike but are no layers.
+chains    where no path repeats, wherever just one value that carries a gradient crosses; if pieces repeat.
+whole     otherwise the model is one layer.
 """
 
 from __future__ import annotations
