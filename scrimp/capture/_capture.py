@@ -70,7 +70,7 @@ class _Capture:
 
     def run(self) -> Graph:
         with torch.enable_grad(), stand_ins(self.model, self.mode) as known, as_in_training(self.model, self.given):
-            module, tensors = self._trace()
+            module, tensors, effects = self._trace()
             holders = [node for node in module.graph.nodes if node.op == "placeholder"]
             owned = {node: known[id(tensor)] for node, tensor in zip(holders, tensors, strict=True) if id(tensor) in known}
             batch = self._batch(holders, tensors, owned)
@@ -79,9 +79,24 @@ class _Capture:
             nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
             parts = Splitter(nodes, self._node_paths(nodes), owned).split()
             stretches = [stretch(nodes[part.first : part.last]) for part in parts]
-            return self._graph([part.path for part in parts], stretches, module, owned, batch, loss)
+            graph = self._graph([part.path for part in parts], stretches, module, owned, batch, loss)
+        self._warn(effects, graph)
+        return graph
 
-    def _trace(self) -> tuple[fx.GraphModule, list[Tensor]]:
+    def _warn(self, effects: Sequence[str], graph: Graph) -> None:
+        """Of what the forward leaves in the model's attributes, but for buffers written in place, which the graph updates, and
+        for notes in the config, as Hugging Face makes them."""
+        updated = {dict(each.parameters)[name] for each in graph.layers for name, _ in graph.graphs[each.graph].updates}
+        lost = []
+        for path in (name.removeprefix("model").lstrip(".") for name in effects):
+            owner = path.removesuffix("_buffers")
+            if not path.endswith("config") and not (owner != path and any(name.startswith(owner) for name in updated)):
+                lost.append(owner.rstrip(".") or "the model")
+        if lost:
+            text = f"{type(self.model).__name__}: the forward sets attributes of {', '.join(lost)}, which a planned step does not"
+            warnings.warn(text, stacklevel=4)
+
+    def _trace(self) -> tuple[fx.GraphModule, list[Tensor], list[str]]:
         try:
             module, tensors, effects = trace(_Loss(self.model), (self.args, self.kwargs))
         except Refused as error:
@@ -90,12 +105,7 @@ class _Capture:
                 f"{_place(self._module_at(error.frames), line)}: the forward depends on the values of tensors, or does what "
                 f"cannot be traced ({error.reason}); {_way_out(self.model)}"
             ) from error
-        effects = [name.removeprefix("model.") for name in effects if not name.endswith(".config")]  # a note of Hugging Face's
-        if effects:
-            names = ", ".join(effects)
-            text = f"{type(self.model).__name__}: the forward sets attributes of {names}, which a planned step does not do"
-            warnings.warn(text, stacklevel=4)
-        return module, tensors
+        return module, tensors, effects
 
     def _module_at(self, frames: Sequence[Frame]) -> str:
         """The first module whose forward holds the innermost line that any does; trouble is met at the first."""
@@ -217,7 +227,7 @@ def _holds_line(function: Any, frame: Frame) -> bool:
     if code is None or code.co_filename != frame.file:
         return False
     lines = [line for _, _, line in code.co_lines() if line is not None]
-    return min(lines) <= frame.line <= max(lines)
+    return bool(min(lines) <= frame.line <= max(lines))
 
 
 def _tensors(tree: object) -> list[Tensor]:
