@@ -133,7 +133,7 @@ def test_one_tensor_given_twice_is_two() -> None:
 
 
 def test_tied_weights_are_one_parameter_of_two_layers() -> None:
-    model, batch = zoo_case("gpt-tiny")
+    model, _ = zoo_case("gpt-tiny")
     graph = captured("gpt-tiny")
     users = [k for k, layer in enumerate(graph.layers) if "embed.weight" in dict(layer.parameters).values()]
     assert users == [0, 3]

@@ -23,7 +23,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from scrimp.capture._clean import WAY_OUT, clean, tensor_of
-from scrimp.capture._dynamo_private import Frame, Refused, line_of, modules_of, trace
+from scrimp.capture._dynamo_private import Frame, Refused, line_of, modules_of, storage_of, trace
 from scrimp.capture._graph import BORDER, BUFFER, PARAMETER, Graph, Layer, LayerGraph, Parameter, Source, Value
 from scrimp.capture._joint_private import FakeTensorMode, trace_joint
 from scrimp.capture._layer_graph import Input, layer_graph
@@ -197,11 +197,13 @@ class _Capture:
     def _check_writes(
         self, part: Stretch, written: frozenset[int], owned: Mapping[fx.Node, Parameter], stretches: Sequence[Stretch]
     ) -> None:
-        """Writing into what another layer made is fine if nobody reads it later."""
-        later = stretches[next(k for k, each in enumerate(stretches) if each is part) + 1 :]
+        """Writing into what another layer made is fine if nobody reads its old bytes later, not through a view either."""
+        index = next(k for k, each in enumerate(stretches) if each is part)
+        new = {node for each in stretches[index:] for node in each.nodes}
+        later = {node for each in stretches[index + 1 :] for node in each.inputs if node not in new}
         for position in written:
             node = part.inputs[position]
-            if node in owned or any(node in each.inputs for each in later):
+            if node in owned or any(_share(node, each) for each in later):
                 what = f"the parameter {owned[node].name}" if node in owned else f"'{node.name}', which other layers read later,"
                 writer = next(each for each in part.nodes if node in each.all_input_nodes)
                 raise CaptureError(f"{self.where(writer)}: {what} is written into in place; write into a copy, or {WAY_OUT}")
@@ -232,6 +234,11 @@ def _holds_line(function: Any, frame: Frame) -> bool:
 
 def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _share(one: fx.Node, two: fx.Node) -> bool:
+    left, right = tensor_of(one), tensor_of(two)
+    return left is not None and right is not None and storage_of(left) == storage_of(right)
 
 
 def _place(path: str, line: str) -> str:

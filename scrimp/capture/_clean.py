@@ -28,6 +28,9 @@ WAY_OUT = "run Engine without a plan (data parallel, any eager module)"
 _IDLE = {"to", "contiguous", "float", "double", "half", "bfloat16", "type", "type_as", "expand", "reshape", "view", "cpu"}
 
 
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"}
+
+
 def value_of(node: fx.Node) -> object:
     """The fake tensor, or what else the call gives."""
     return node.meta.get("example_value")
@@ -51,6 +54,7 @@ def clean(graph: fx.Graph, where: Callable[[fx.Node], str], way_out: str = WAY_O
         if autocast_enters(node) is False:  # switched off where it is off anyway; the exit, which names it, is gone
             graph.erase_node(node)
     _drop_idle_switches(graph)
+    _read_what_was_written(graph)
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "call_method") and not node.users and _pure(node):
             graph.erase_node(node)
@@ -87,9 +91,7 @@ def _idle(node: fx.Node) -> bool:
         return rate == 0 or not on
     if node.op != "call_method" or node.target not in _IDLE:
         return False
-    same_bytes = storage_of(given) == storage_of(made) and given.storage_offset() == made.storage_offset()
-    same_look = given.shape == made.shape and given.stride() == made.stride() and given.dtype == made.dtype
-    return same_bytes and same_look and given.requires_grad == made.requires_grad
+    return _is(given, made) and given.dtype == made.dtype and given.requires_grad == made.requires_grad
 
 
 def _argument(node: fx.Node, position: int, name: str, default: object) -> object:
@@ -113,13 +115,31 @@ def _drop_idle_switches(graph: fx.Graph) -> None:
             state, last = wanted, node
 
 
+def _read_what_was_written(graph: fx.Graph) -> None:
+    """Behind `x.add_(y)` a reader of x reads what that call gives: then layers hand on what they wrote into."""
+    place = {node: k for k, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        given = node.args[0] if node.args else None
+        if _writes(node) and isinstance(given, fx.Node) and _is(tensor_of(node), tensor_of(given)):
+            for user in [user for user in given.users if place[user] > place[node]]:
+                user.replace_input_with(given, node)
+
+
+def _is(one: Tensor | None, two: Tensor | None) -> bool:
+    if one is None or two is None or storage_of(one) != storage_of(two):
+        return False
+    return one.shape == two.shape and one.stride() == two.stride() and one.storage_offset() == two.storage_offset()
+
+
+def _writes(node: fx.Node) -> bool:
+    """Into its first argument, by the names that Python and torch give to such calls."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
 def _pure(node: fx.Node) -> bool:
-    """Whether it can be left out where nobody uses it: it writes into nothing that it was given."""
-    if grad_switch(node) is not None:
+    """Whether it can be left out where nobody uses it: it changes nothing."""
+    if grad_switch(node) is not None or _writes(node):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
-        return False
-    if name.startswith("i") and name in {"iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor"}:
-        return False
     return name not in {"setitem", "batch_norm"} and "out" not in node.kwargs
