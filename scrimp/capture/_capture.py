@@ -13,6 +13,7 @@ All but `trace` works on one layer of each class, so that depth costs Dynamo's t
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -22,11 +23,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from scrimp.capture._clean import WAY_OUT, clean, tensor_of
-from scrimp.capture._dynamo_private import Refused, line_of, modules_of, trace
+from scrimp.capture._dynamo_private import Frame, Refused, line_of, modules_of, storage_of, trace
 from scrimp.capture._graph import BORDER, BUFFER, PARAMETER, Graph, Layer, LayerGraph, Parameter, Source, Value
 from scrimp.capture._joint_private import FakeTensorMode, trace_joint
 from scrimp.capture._layer_graph import Input, layer_graph
-from scrimp.capture._piece import piece
+from scrimp.capture._piece import Piece, piece
 from scrimp.capture._split import Splitter
 from scrimp.capture._stand_ins import batch_names, dtype_name, fake, parameters_of, stand_ins
 from scrimp.capture._stretch import Stretch, key, stretch
@@ -45,7 +46,8 @@ class _Loss(nn.Module):
         result = self.model(*args, **kwargs)
         if isinstance(result, Tensor):
             return result
-        return result["loss"] if isinstance(result, Mapping) else result.loss
+        loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+        return torch.empty(0) if loss is None else loss  # Dynamo cannot return nothing
 
 
 def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
@@ -60,7 +62,7 @@ class _Capture:
         self.mode = FakeTensorMode()
         self.paths = {id(module): name for name, module in model.named_modules()}
         self.names = batch_names(model, args, kwargs)
-        self.given = {name: leaf for name, leaf in zip(self.names, _tensors((tuple(args), dict(kwargs))), strict=True)}
+        self.given = dict(zip(self.names, _tensors((tuple(args), dict(kwargs))), strict=True))
         # A fake of its own for every tensor: one that is given twice, as tokens and as labels, is two tensors of the batch.
         fakes = pytree.tree_map_only(Tensor, lambda tensor: fake(self.mode, tensor, False), (tuple(args), dict(kwargs)))
         self.args, self.kwargs = fakes
@@ -68,31 +70,50 @@ class _Capture:
 
     def run(self) -> Graph:
         with torch.enable_grad(), stand_ins(self.model, self.mode) as known, as_in_training(self.model, self.given):
-            module, tensors = self._trace()
+            module, tensors, effects = self._trace()
             holders = [node for node in module.graph.nodes if node.op == "placeholder"]
             owned = {node: known[id(tensor)] for node, tensor in zip(holders, tensors, strict=True) if id(tensor) in known}
             batch = self._batch(holders, tensors, owned)
             loss = self._loss(module.graph)
-            clean(module.graph, self.where)
+            clean(module.graph, self.where, _way_out(self.model))
             nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
             parts = Splitter(nodes, self._node_paths(nodes), owned).split()
             stretches = [stretch(nodes[part.first : part.last]) for part in parts]
-            return self._graph([part.path for part in parts], stretches, module, owned, batch, loss)
+            graph = self._graph([part.path for part in parts], stretches, module, owned, batch, loss)
+        self._warn(effects, graph)
+        return graph
 
-    def _trace(self) -> tuple[fx.GraphModule, list[Tensor]]:
+    def _warn(self, effects: Sequence[str], graph: Graph) -> None:
+        """Of what the forward leaves in the model's attributes, but for buffers written in place, which the graph updates, and
+        for notes in the config, as Hugging Face makes them."""
+        updated = {dict(each.parameters)[name] for each in graph.layers for name, _ in graph.graphs[each.graph].updates}
+        lost = []
+        for path in (name.removeprefix("model").lstrip(".") for name in effects):
+            owner = path.removesuffix("_buffers")
+            if not path.endswith("config") and not (owner != path and any(name.startswith(owner) for name in updated)):
+                lost.append(owner.rstrip(".") or "the model")
+        if lost:
+            text = f"{type(self.model).__name__}: the forward sets attributes of {', '.join(lost)}, which a planned step does not"
+            warnings.warn(text, stacklevel=4)
+
+    def _trace(self) -> tuple[fx.GraphModule, list[Tensor], list[str]]:
         try:
             module, tensors, effects = trace(_Loss(self.model), (self.args, self.kwargs))
         except Refused as error:
-            path = next((self.paths[number] for number in reversed(error.place.modules) if number in self.paths), "")
+            line = str(error.frames[-1]) if error.frames else "?"
             raise CaptureError(
-                f"{_place(path, error.place.line)}: the forward depends on values of tensors, or does what cannot be traced "
-                f"({error.reason}); {_way_out(self.model)}"
+                f"{_place(self._module_at(error.frames), line)}: the forward depends on the values of tensors, or does what "
+                f"cannot be traced ({error.reason}); {_way_out(self.model)}"
             ) from error
-        effects = [name.removeprefix("model.") for name in effects if not name.endswith(".config")]  # a note of Hugging Face's
-        if effects:
-            names = ", ".join(effects)
-            warnings.warn(f"{type(self.model).__name__}: forward sets {names}, which a planned step does not", stacklevel=4)
-        return module, tensors
+        return module, tensors, effects
+
+    def _module_at(self, frames: Sequence[Frame]) -> str:
+        """The first module whose forward holds the innermost line that any does; trouble is met at the first."""
+        for frame in reversed(frames):
+            for path, module in self.model.named_modules():
+                if _holds_line(inspect.unwrap(type(module).forward), frame):
+                    return str(path)
+        return ""
 
     def _batch(self, holders: list[fx.Node], tensors: list[Tensor], owned: Mapping[fx.Node, Parameter]) -> dict[fx.Node, str]:
         names = {id(leaf): name for name, leaf in zip(self.names, _tensors((self.args, self.kwargs)), strict=True)}
@@ -100,8 +121,8 @@ class _Capture:
         for node, tensor in zip(holders, tensors, strict=True):
             if node not in owned and id(tensor) not in names:
                 raise CaptureError(
-                    f"{type(self.model).__name__} uses a tensor of shape {tuple(tensor.shape)} that is neither a parameter, nor a "
-                    "buffer, nor in the batch; register it as a buffer"
+                    f"{type(self.model).__name__} uses a tensor of shape {tuple(tensor.shape)} that is neither a parameter, nor "
+                    "a buffer, nor in the batch; register it as a buffer"
                 )
             if node not in owned:
                 found[node] = names[id(tensor)]
@@ -112,10 +133,10 @@ class _Capture:
         nodes = [node for node in pytree.tree_leaves(output.args) if isinstance(node, fx.Node)]
         loss = tensor_of(nodes[0]) if len(nodes) == 1 else None
         if loss is None or loss.numel() != 1 or not loss.requires_grad:
-            shape = None if loss is None else tuple(loss.shape)
+            got = "no loss" if loss is None or loss.numel() == 0 else f"a tensor of shape {tuple(loss.shape)}"
             raise CaptureError(
-                f"{type(self.model).__name__} must return a scalar loss that depends on its parameters, or an object or dict "
-                f"with 'loss'; got {'no tensor' if loss is None else f'a tensor of shape {shape}'}: give the labels too?"
+                f"{type(self.model).__name__} must return a scalar loss that depends on its parameters, or an object or a dict "
+                f"with 'loss', but gave {got}: are the labels in the batch?"
             )
         return nodes[0]
 
@@ -139,7 +160,7 @@ class _Capture:
                 cut = piece(part, module, owned, self.mode)
                 self._check_writes(part, cut.written, owned, stretches)
                 inputs = [_input(node, path, owned, batch) for node in part.inputs]
-                graphs.append(layer_graph(trace_joint(cut.module, cut.inputs), inputs, self.where))
+                graphs.append(layer_graph(self._joint(cut, path, part), inputs, self.where))
                 written.append(cut.written)
             else:
                 self._check_writes(part, written[found], owned, stretches)
@@ -163,18 +184,29 @@ class _Capture:
             loss=made[loss],
         )
 
+    def _joint(self, cut: Piece, path: str, part: Stretch) -> fx.GraphModule:
+        try:
+            return trace_joint(cut.module, cut.inputs)
+        except Exception as error:  # of as many kinds as there are operators
+            line = line_of(part.nodes[0].meta.get("stack_trace"))
+            raise CaptureError(
+                f"{_place(path, line)} and behind: the layer's backward cannot be traced "
+                f"without data ({type(error).__name__}: {str(error).partition(chr(10))[0]}); {_way_out(self.model)}"
+            ) from error
+
     def _check_writes(
         self, part: Stretch, written: frozenset[int], owned: Mapping[fx.Node, Parameter], stretches: Sequence[Stretch]
     ) -> None:
-        """Writing into what another layer made is fine if nobody reads it later."""
-        later = stretches[next(k for k, each in enumerate(stretches) if each is part) + 1 :]
+        """Writing into what another layer made is fine if nobody reads its old bytes later, not through a view either."""
+        index = next(k for k, each in enumerate(stretches) if each is part)
+        new = {node for each in stretches[index:] for node in each.nodes}
+        later = {node for each in stretches[index + 1 :] for node in each.inputs if node not in new}
         for position in written:
             node = part.inputs[position]
-            if node in owned or any(node in each.inputs for each in later):
+            if node in owned or any(_share(node, each) for each in later):
                 what = f"the parameter {owned[node].name}" if node in owned else f"'{node.name}', which other layers read later,"
-                raise CaptureError(
-                    f"{self.where(part.nodes[0])}: {what} is written into in place; write into a copy, or {WAY_OUT}"
-                )
+                writer = next(each for each in part.nodes if node in each.all_input_nodes)
+                raise CaptureError(f"{self.where(writer)}: {what} is written into in place; write into a copy, or {WAY_OUT}")
 
     def _node_paths(self, nodes: Sequence[fx.Node]) -> list[str]:
         """Nodes that no module is known for stand with the one before."""
@@ -185,12 +217,28 @@ class _Capture:
         return paths
 
     def where(self, node: fx.Node) -> str:
+        """Of a node that says nothing of itself, where the next is that does."""
+        while not node.meta.get("stack_trace") and node.next.op != "root":
+            node = node.next
         known = [self.paths[number] for number in modules_of(node) if number in self.paths]
         return _place(known[-1] if known else "", line_of(node.meta.get("stack_trace")))
 
 
+def _holds_line(function: Any, frame: Frame) -> bool:
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename != frame.file:
+        return False
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return bool(min(lines) <= frame.line <= max(lines))
+
+
 def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _share(one: fx.Node, two: fx.Node) -> bool:
+    left, right = tensor_of(one), tensor_of(two)
+    return left is not None and right is not None and storage_of(left) == storage_of(right)
 
 
 def _place(path: str, line: str) -> str:

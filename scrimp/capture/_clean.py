@@ -11,13 +11,24 @@ from collections.abc import Callable
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, fx
 
-from scrimp.capture._dynamo_private import autocast_enters, autocast_exits, grad_switch, higher_order, logs_use, storage_of
+from scrimp.capture._dynamo_private import (
+    autocast_enters,
+    autocast_exits,
+    depends_on_values,
+    grad_switch,
+    higher_order,
+    logs_use,
+    storage_of,
+)
 from scrimp.errors import CaptureError
 
 WAY_OUT = "run Engine without a plan (data parallel, any eager module)"
 
 # Methods that give back what they were given where there is nothing to do.
 _IDLE = {"to", "contiguous", "float", "double", "half", "bfloat16", "type", "type_as", "expand", "reshape", "view", "cpu"}
+
+
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"}
 
 
 def value_of(node: fx.Node) -> object:
@@ -30,9 +41,10 @@ def tensor_of(node: fx.Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def clean(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
+def clean(graph: fx.Graph, where: Callable[[fx.Node], str], way_out: str = WAY_OUT) -> None:
+    """In place."""
     for node in list(graph.nodes):
-        _refuse(node, where)
+        _refuse(node, where, way_out)
         if logs_use(node) or autocast_exits(node):
             graph.erase_node(node)
         elif _idle(node):
@@ -42,16 +54,22 @@ def clean(graph: fx.Graph, where: Callable[[fx.Node], str]) -> None:
         if autocast_enters(node) is False:  # switched off where it is off anyway; the exit, which names it, is gone
             graph.erase_node(node)
     _drop_idle_switches(graph)
+    _read_what_was_written(graph)
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "call_method") and not node.users and _pure(node):
             graph.erase_node(node)
 
 
-def _refuse(node: fx.Node, where: Callable[[fx.Node], str]) -> None:
+def _refuse(node: fx.Node, where: Callable[[fx.Node], str], way_out: str) -> None:
     if autocast_enters(node):
         raise CaptureError(
             f"{where(node)}: autocast inside forward cannot be planned, as its dtypes change within layers; cast the "
-            f"parameters instead (precision='bf16' does), or {WAY_OUT}"
+            f"parameters instead (precision='bf16' does), or {way_out}"
+        )
+    if depends_on_values(node):
+        raise CaptureError(
+            f"{where(node)}: {node.name} gives a number or a shape that depends on the values of tensors (.item(), nonzero, "
+            f"x[mask]), which no plan can know beforehand; {way_out}"
         )
     name = higher_order(node)
     if name is not None and "checkpoint" in name:
@@ -60,7 +78,7 @@ def _refuse(node: fx.Node, where: Callable[[fx.Node], str]) -> None:
             "switch it off (Hugging Face: model.gradient_checkpointing_disable()) and capture again"
         )
     if name is not None:
-        raise CaptureError(f"{where(node)}: {name} holds a graph inside of the graph, which cannot be planned; {WAY_OUT}")
+        raise CaptureError(f"{where(node)}: {name} holds a graph inside of the graph, which cannot be planned; {way_out}")
 
 
 def _idle(node: fx.Node) -> bool:
@@ -73,9 +91,7 @@ def _idle(node: fx.Node) -> bool:
         return rate == 0 or not on
     if node.op != "call_method" or node.target not in _IDLE:
         return False
-    same_bytes = storage_of(given) == storage_of(made) and given.storage_offset() == made.storage_offset()
-    same_look = given.shape == made.shape and given.stride() == made.stride() and given.dtype == made.dtype
-    return same_bytes and same_look and given.requires_grad == made.requires_grad
+    return _is(given, made) and given.dtype == made.dtype and given.requires_grad == made.requires_grad
 
 
 def _argument(node: fx.Node, position: int, name: str, default: object) -> object:
@@ -99,13 +115,31 @@ def _drop_idle_switches(graph: fx.Graph) -> None:
             state, last = wanted, node
 
 
+def _read_what_was_written(graph: fx.Graph) -> None:
+    """Behind `x.add_(y)` a reader of x reads what that call gives: then layers hand on what they wrote into."""
+    place = {node: k for k, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        given = node.args[0] if node.args else None
+        if _writes(node) and isinstance(given, fx.Node) and _is(tensor_of(node), tensor_of(given)):
+            for user in [user for user in given.users if place[user] > place[node]]:
+                user.replace_input_with(given, node)
+
+
+def _is(one: Tensor | None, two: Tensor | None) -> bool:
+    if one is None or two is None or storage_of(one) != storage_of(two):
+        return False
+    return one.shape == two.shape and one.stride() == two.stride() and one.storage_offset() == two.storage_offset()
+
+
+def _writes(node: fx.Node) -> bool:
+    """Into its first argument, by the names that Python and torch give to such calls."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
 def _pure(node: fx.Node) -> bool:
-    """Whether it can be left out where nobody uses it: it writes into nothing that it was given."""
-    if grad_switch(node) is not None:
+    """Whether it can be left out where nobody uses it: it changes nothing."""
+    if grad_switch(node) is not None or _writes(node):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
-        return False
-    if name.startswith("i") and name in {"iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor"}:
-        return False
     return name not in {"setitem", "batch_norm"} and "out" not in node.kwargs

@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,20 +23,23 @@ _NOISY = "torch._dynamo.utils"  # torch 2.11 cannot sort the set of ignored func
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where in the user's code: a module of the stack, by id, and a line."""
+class Frame:
+    """A line of the user's code."""
 
-    modules: tuple[int, ...]
-    line: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{_short(self.file)}:{self.line}"
 
 
 class Refused(Exception):  # noqa: N818  # never leaves the package
-    """Dynamo cannot make one graph of it."""
+    """Dynamo cannot make one graph of it. `frames`: where it stood, outermost first."""
 
-    def __init__(self, reason: str, place: Place) -> None:
+    def __init__(self, reason: str, frames: Sequence[Frame]) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.place = place
+        self.frames = frames
 
 
 def trace(module: nn.Module, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Tensor], list[str]]:
@@ -56,7 +56,7 @@ def trace(module: nn.Module, inputs: Sequence[Any]) -> tuple[fx.GraphModule, lis
             warnings.simplefilter("always")
             captured = dynamo_graph_capture_for_export(module)(*inputs)
     except TorchDynamoException as error:
-        raise Refused(_reason(error), _place(error)) from error
+        raise Refused(_reason(error), _frames(error)) from error
     finally:
         noisy.setLevel(before)
     told = " ".join(str(each.message) for each in said if "side effects" in str(each.message))
@@ -88,36 +88,16 @@ def _short(name: str) -> str:
 
 
 def _reason(error: TorchDynamoException) -> str:
-    """The first line that says something, and what it is about."""
+    """What it is, and why."""
     text = str(error).split("from user code")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith(("Explanation:", "Developer debug context:"))]
-    return "; ".join([*lines[:1], *told[:2]]) if lines else type(error).__name__
+    told = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")]
+    return ": ".join([*lines[:1], *told[:1]]) if lines else type(error).__name__
 
 
-def _place(error: TorchDynamoException) -> Place:
-    stack = traceback.StackSummary() if getattr(error, "real_stack", None) is None else error.real_stack
-    frames = [frame for frame in stack if frame.filename]
-    line = f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
-    return Place(modules=_modules_at(error), line=line)
-
-
-def _modules_at(error: BaseException) -> tuple[int, ...]:
-    """Dynamo's translator of the innermost frame knows the modules it is in."""
-    found: tuple[int, ...] = ()
-    step = error.__traceback__
-    while step is not None:
-        found = _modules_of_frame(step.tb_frame) or found
-        step = step.tb_next
-    if not found and error.__cause__ is not None:
-        return _modules_at(error.__cause__)
-    return found
-
-
-def _modules_of_frame(frame: FrameType) -> tuple[int, ...]:
-    translator = frame.f_locals.get("self")
-    stack = inspect.getattr_static(translator, "nn_module_stack", None)
-    return _ids(stack) if isinstance(stack, dict) else ()
+def _frames(error: TorchDynamoException) -> list[Frame]:
+    stack = getattr(error, "real_stack", None) or []
+    return [Frame(file=frame.filename, line=frame.lineno or 0) for frame in stack]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -148,3 +128,11 @@ def autocast_exits(node: fx.Node) -> bool:
 def higher_order(node: fx.Node) -> str | None:
     """The name of an operator that takes graphs."""
     return str(node.target) if isinstance(node.target, torch._ops.HigherOrderOperator) else None
+
+
+def depends_on_values(node: fx.Node) -> bool:
+    """Whether a call gives a number, or a shape, that only the data knows."""
+    value = node.meta.get("example_value")
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return True
+    return isinstance(value, Tensor) and not all(type(size) is int for size in value.shape)

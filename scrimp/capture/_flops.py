@@ -14,8 +14,9 @@ ATTENTION = (
 )  # fmt: skip
 
 
-def flops(target: str, inputs: Sequence[Shape], outputs: Sequence[Shape | None]) -> int:
-    """`inputs`: the shapes of the tensors among the arguments, in order; `outputs`: None where nobody uses one."""
+def flops(target: str, inputs: Sequence[Shape], outputs: Sequence[Shape | None], transposed: bool = False) -> int:
+    """`inputs`: the shapes of the tensors among the arguments, in order; `outputs`: None where nobody uses one. `transposed`:
+    whether a convolution is."""
     name = target.removeprefix("aten.").partition(".")[0]
     match name:
         case "mm" | "bmm":
@@ -27,9 +28,9 @@ def flops(target: str, inputs: Sequence[Shape], outputs: Sequence[Shape | None])
         case "addmv":
             return 2 * prod(inputs[1])
         case "convolution":
-            return _convolution(inputs[1], outputs[0]) if outputs[0] is not None else 0
+            return _convolution(inputs[1], inputs[0] if transposed else outputs[0] or ())
         case "convolution_backward":  # gradients of the input and of the weight are each a convolution of the same size
-            return sum(_convolution(inputs[2], inputs[0]) for made in outputs[:2] if made is not None)
+            return sum(_convolution(inputs[2], inputs[1 if transposed else 0]) for made in outputs[:2] if made is not None)
     if name in ATTENTION:
         return _attention(inputs[0], inputs[1], inputs[2])
     if name.removesuffix("_backward") in ATTENTION:  # the scores again, and two products for each of the two
@@ -49,5 +50,6 @@ def _attention(query: Shape, keys: Shape, values: Shape) -> int:
 
 
 def _convolution(weight: Shape, output: Shape) -> int:
-    """For each element of the output a product over the weight's other dims; groups are in the weight's shape."""
+    """For each element of the output (transposed: of the input) a product over the weight's other dims; groups are in the
+    weight's shape."""
     return 2 * prod(output) * prod(weight[1:])

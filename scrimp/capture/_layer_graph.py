@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -17,6 +17,8 @@ from scrimp.capture._graph import MADE, TANGENT, LayerGraph, Named, Op, Ref, Val
 from scrimp.capture._joint_private import describe, is_backward
 from scrimp.capture._stand_ins import dtype_name
 from scrimp.errors import CaptureError
+
+_TRANSPOSED = {"aten.convolution.default": 6, "aten.convolution_backward.default": 7}  # where the argument stands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,8 @@ class _Builder:
         )  # fmt: skip
         given = [self.values[name].shape for name in made.inputs]
         shapes = [None if name is None else self.values[name].shape for name in outputs]
-        return Op(**{**vars(made), "flops": flops(made.target, given, shapes)})
+        transposed = made.args[_TRANSPOSED[made.target]] if made.target in _TRANSPOSED else False
+        return replace(made, flops=flops(made.target, given, shapes, transposed))
 
     def _outputs(self, node: fx.Node, base: str | None) -> tuple[str | None, ...]:
         value = node.meta["val"]

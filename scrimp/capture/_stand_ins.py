@@ -32,8 +32,8 @@ def parameters_of(model: nn.Module) -> dict[int, Parameter]:
     found: dict[int, Parameter] = {}
     for name, tensor in model.named_parameters():
         found[id(tensor)] = _described(name, tensor, buffer=False)
-    for name, tensor in model.named_buffers():
-        found.setdefault(id(tensor), _described(name, tensor, buffer=True))
+    for name, held in model.named_buffers():
+        found.setdefault(id(held), _described(name, held, buffer=True))
     return found
 
 

@@ -37,10 +37,7 @@ def key(part: Stretch, owned: Mapping[fx.Node, Parameter]) -> Hashable:
     index: dict[fx.Node, tuple[str, int]] = {node: ("in", k) for k, node in enumerate(part.inputs)}
     index.update({node: ("at", k) for k, node in enumerate(part.nodes)})
     inputs = tuple((_kind(node, owned), _look(tensor_of(node))) for node in part.inputs)
-    calls = tuple(
-        (node.op, node.target, _plain(node.args, index), _plain(node.kwargs, index), _look(tensor_of(node)))
-        for node in part.nodes
-    )
+    calls = tuple((node.op, node.target, _plain((node.args, node.kwargs), index), _look(tensor_of(node))) for node in part.nodes)
     return inputs, calls, tuple(index[node] for node in part.outputs)
 
 
