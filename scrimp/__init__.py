@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scrimp.engine._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
     from scrimp.engine._metrics import read_metrics as read_metrics
     from scrimp.engine._progress import Progress as Progress
+    from scrimp.errors import CaptureError as CaptureError
     from scrimp.errors import CheckpointError as CheckpointError
     from scrimp.errors import FitError as FitError
     from scrimp.errors import LayoutError as LayoutError
@@ -33,11 +34,14 @@ if TYPE_CHECKING:
     from scrimp.move import Program as Program
     from scrimp.move import synthesize as synthesize
     from scrimp.move.many import redistribute_many as redistribute_many
+    from scrimp.planner._plan import Plan as Plan
+    from scrimp.planner.api import plan as plan
 
 __version__ = "0.1.0.dev0"
 
 _HOME = {
     "AdamW": "scrimp.chunks._optim",
+    "CaptureError": "scrimp.errors",
     "CheckpointError": "scrimp.errors",
     "Cluster": "scrimp.cluster",
     "Dense": "scrimp.exchange",
@@ -49,6 +53,7 @@ _HOME = {
     "Memory": "scrimp.engine",
     "Mesh": "scrimp.layout",
     "MoveError": "scrimp.errors",
+    "Plan": "scrimp.planner._plan",
     "PlanError": "scrimp.errors",
     "Program": "scrimp.move",
     "Progress": "scrimp.engine._progress",
@@ -59,6 +64,7 @@ _HOME = {
     "chunked_cross_entropy": "scrimp.engine._cross_entropy",
     "read_metrics": "scrimp.engine._metrics",
     "redistribute": "scrimp.ext.dtensor",
+    "plan": "scrimp.planner.api",
     "redistribute_many": "scrimp.move.many",
     "synthesize": "scrimp.move",
 }

@@ -158,6 +158,39 @@ def probe(
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A model of the zoo, a folder with a config.json, or module:function.")],
+    cluster: Annotated[str, typer.Option(help="Such as 8xH100 (see scrimp clusters), or a cluster.toml.")],
+    mesh: Annotated[str | None, typer.Option(help="Axes and sizes, such as dp=4,tp=8; searched if not given.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Of a device, such as 40GiB; all it has if not given.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences or images in a step, of all devices together.", min=1)] = 32,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence, for a config.json; the zoo has its own.", min=1)] = 2048,
+    objective: Annotated[str, typer.Option(help="memory, time or redundancy: what is to be least.")] = "memory",
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    precision: Annotated[str, typer.Option(help="bf16, fp32, or megatron-bf16, which counts 18 bytes a parameter.")] = "bf16",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of the model, such as layers=32.")] = None,
+    seconds: Annotated[float, typer.Option(help="For the search, at most.", min=1)] = 60.0,
+    gap: Annotated[float, typer.Option(help="Good enough: so much above the best at most.", min=0, max=0.99)] = 0.01,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file, as JSON.")] = None,
+) -> None:
+    """Choose the sharding of every operator that takes the least memory, then the least time. No GPU is needed.
+
+    The model is only looked at, never built: 175 billion parameters plan on a laptop.
+
+    Examples
+      scrimp plan gpt-tiny --cluster 8xA100-80 --batch 64
+      scrimp plan gpt-tiny --set layers=32 --set dim=4096 --set heads=32 --cluster 32xA100-80 --mesh dp=4,tp=8
+      scrimp plan llama-tiny --cluster 2x24GiB --objective time --budget 20GiB --out plan.json
+    """
+    from scrimp.cli import _plan
+
+    _plan.make(
+        console(), model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch, seq=seq, objective=objective,
+        optimizer=optimizer, precision=precision, settings=settings or [], seconds=seconds, gap=gap, out=out,
+    )  # fmt: skip
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="Steps of the training run, 10 or more.", min=10)] = 80,
     seed: Annotated[int, typer.Option(help="Chooses the grammar of the text and the first weights.")] = 0,

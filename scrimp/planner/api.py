@@ -43,7 +43,7 @@ class Asked:
 
 def plan(
     model: nn.Module,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[Any] | Mapping[str, Any],
     cluster: Cluster | str,
     *,
     mesh: Mesh | str | None = None,
@@ -56,9 +56,9 @@ def plan(
     progress: Say | None = None,
 ) -> Plan:
     """The sharding of every operator. `model` may be on meta, and gives a loss; `example_inputs`: a batch of all devices
-    together, as the model takes it. `cluster`: one, or the name of a preset. `mesh`: searched unless given. `budget`: bytes of a
-    device that may be used, as many as it has if not given. `objective`: "memory", the least peak, then the least time;
-    "time", the least time within the budget; "redundancy", the fewest bytes that are there more than once.
+    together, as the model takes it, by position or by name. `cluster`: one, or the name of a preset. `mesh`: searched unless
+    given. `budget`: bytes of a device that may be used, as many as it has if not given. `objective`: "memory", the least peak,
+    then the least time; "time", the least time within the budget; "redundancy", the fewest bytes that are there more than once.
 
     `seconds` and `gap`: when the search is good enough. `progress` is told what is being done."""
     start, say = time.perf_counter(), progress or (lambda words: None)
@@ -88,13 +88,16 @@ def plan(
     return replace(best, spent_seconds=time.perf_counter() - start)
 
 
-def captured(model: nn.Module, example_inputs: Sequence[Any], precision: Precision) -> Graph:
+def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], precision: Precision) -> Graph:
     """With weights of the precision, none of which are made."""
     dtype = getattr(torch, precision.dtype)
-    batch = tuple(
-        item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item for item in example_inputs
-    )
-    return capture(_stand_in(model, dtype), batch)
+
+    def cast(item: Any) -> Any:
+        return item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+    if isinstance(example_inputs, Mapping):
+        return capture(_stand_in(model, dtype), (), {name: cast(item) for name, item in example_inputs.items()})
+    return capture(_stand_in(model, dtype), tuple(map(cast, example_inputs)))
 
 
 def assembled(graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision) -> tuple[Assembly, tuple[str, ...]]:

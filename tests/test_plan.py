@@ -1,0 +1,184 @@
+"""Plans: near the least that can be, counted again by other code, saved and loaded, and refused with reasons."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from scrimp import Cluster, FitError, Mesh, Plan, PlanError, ScrimpError, plan, zoo
+from scrimp.layout import Layout
+
+BATCH = 64
+
+
+def asked(name: str, mesh: str, devices: int = 8, objective: str = "memory", **others: object) -> Plan:
+    with torch.device("meta"):
+        model = zoo.build(name)
+    return plan(model, zoo.example_batch(name, BATCH), f"{devices}xA100-80", mesh=mesh, objective=objective, **others)  # type: ignore[arg-type]
+
+
+@cache
+def planned(name: str, mesh: str, objective: str = "memory") -> Plan:
+    return asked(name, mesh, objective=objective)
+
+
+def recounted(found: Plan) -> int:
+    """The peak once more, from the plan's layouts and the graph alone: every storage while anybody reads it or a view of it,
+    every copy in another layout while it is read, weights and states all the while."""
+    graph, mesh = found.asked.graph, found.mesh
+    layers = [layer for layers in found.layers for layer in [layers] * layers.count]
+    assert len(layers) == len(graph.layers)
+    sizes = dict(mesh.axes)
+    itemsize = {"bfloat16": 2, "float32": 4, "int64": 8, "bool": 1}
+    steps = [(k, op, False) for k, layer in enumerate(graph.layers) for op in graph.graphs[layer.graph].ops if not op.backward]
+    steps += [
+        (k, op, True) for k, layer in reversed([*enumerate(graph.layers)]) for op in graph.graphs[layer.graph].ops if op.backward
+    ]
+
+    def local(shape: tuple[int, ...], dtype: str, layout: str) -> int:
+        return prod(shape) * itemsize[dtype] // prod(sizes[axis] for dim in Layout.parse(layout).dims for axis in dim)
+
+    def origin(k: int, name: str) -> tuple[int, str]:
+        """The layer and the name under which a tensor was made: borders and gradients come from other layers."""
+        layer = graph.layers[k]
+        its = graph.graphs[layer.graph]
+        kinds = {value.name: value.kind for value in its.values}
+        borders = [each for each in its.inputs if kinds[each] == "border"]
+        if name in borders and layer.inputs[borders.index(name)].layer is not None:
+            source = layer.inputs[borders.index(name)]
+            return origin(source.layer, source.name)
+        tangent = {incoming: output for output, incoming in its.tangents}.get(name)
+        if tangent is not None and k + 1 < len(graph.layers):
+            behind = graph.layers[k + 1]
+            theirs = graph.graphs[behind.graph]
+            kinds = {value.name: value.kind for value in theirs.values}
+            inputs = [each for each in theirs.inputs if kinds[each] == "border"]
+            at = next(j for j, source in enumerate(behind.inputs) if (source.layer, source.name) == (k, tangent))
+            return k + 1, dict(theirs.gradients)[inputs[at]]
+        return k, name
+
+    planned_ops = [{op.name: op for op in layer.ops} for layer in layers]
+    born: dict[tuple[int, str], int] = {}
+    last: dict[tuple[int, str], int] = {}
+    nbytes: dict[tuple[int, str], int] = {}
+    made_as: dict[tuple[int, str], str] = {}
+    copies: dict[tuple[tuple[int, str], str, bool, int], tuple[int, int, int]] = {}
+    for at, (k, op, backward) in enumerate(steps):
+        values = {value.name: value for value in graph.graphs[graph.layers[k].graph].values}
+        for name, layout in zip((name for name in op.outputs if name is not None), planned_ops[k][op.name].outputs, strict=True):
+            value = values[name]
+            made_as[k, name] = layout
+            if value.storage == name:
+                born[k, name], last[k, name] = at, at
+                nbytes[k, name] = local(value.shape, value.dtype, layout)
+        for name, layout in zip(op.inputs, planned_ops[k][op.name].inputs, strict=True):
+            source = origin(k, name)
+            if source not in made_as:
+                continue  # a weight, or of the batch
+            theirs = {value.name: value for value in graph.graphs[graph.layers[source[0]].graph].values}
+            root = (source[0], theirs[source[1]].storage)
+            if root in last:
+                last[root] = at
+            before = Layout.parse(made_as[source])
+            if Layout(dims=before.dims, factors=before.factors) != Layout.parse(layout):
+                value = theirs[source[1]]
+                key = (source, layout, backward, k)
+                first = copies.get(key, (at, at, 0))[0]
+                copies[key] = (first, at, local(value.shape, value.dtype, layout))
+    always = 0
+    rates = {"bf16": (2, 12)}[found.precision]
+    seen = set()
+    for layer in found.layers:
+        for weight in layer.weights:
+            if weight.name in seen:
+                continue
+            seen.add(weight.name)
+            shape = next(each.shape for each in graph.parameters if each.name == weight.name)
+            used = prod(shape) // prod(sizes[axis] for dim in Layout.parse(weight.layout).dims for axis in dim)
+            for rate, axes in zip(rates, (weight.weight_axes, weight.state_axes), strict=True):
+                always += layer.count * rate * -(-used // prod(sizes[axis] for axis in axes))
+    spans = [(born[key], last[key], nbytes[key]) for key in born] + [*copies.values()]
+    return always + max(sum(size for first, end, size in spans if first <= at <= end) for at in range(len(steps)))
+
+
+@pytest.mark.parametrize("mesh", ["x=8", "x=2,y=4"])
+def test_a_plan_of_the_least_memory_has_every_byte_once(mesh: str) -> None:
+    found = planned("gpt-tiny", mesh)
+    assert found.gap < 0.01
+    assert found.whole == ()
+    assert found.memory.peak_nbytes <= 1.1 * found.memory.floor_nbytes
+    assert sum(kind.nbytes for kind in found.memory.kinds) == found.memory.peak_nbytes
+
+
+@pytest.mark.parametrize("mesh", ["x=8", "x=2,y=4"])
+@pytest.mark.parametrize("objective", ["memory", "time"])
+def test_other_code_counts_the_same_bytes(mesh: str, objective: str) -> None:
+    """But for the batch, and for weights that are gathered while they are used."""
+    found = planned("gpt-tiny", mesh, objective)
+    batch = sum(kind.nbytes for kind in found.memory.kinds if kind.kind == "buffers")
+    gathered = sum(
+        2 * prod(next(each.shape for each in found.asked.graph.parameters if each.name == weight.name))
+        for layer in found.layers
+        for weight in layer.weights
+        if weight.weight_axes
+    )
+    again = recounted(found)
+    assert again <= found.memory.peak_nbytes - batch <= again + gathered
+
+
+def test_time_comes_before_memory_if_it_is_asked_to() -> None:
+    least, fast = planned("gpt-tiny", "x=8"), planned("gpt-tiny", "x=8", "time")
+    assert fast.seconds < least.seconds
+    assert fast.memory.peak_nbytes >= least.memory.peak_nbytes
+    middle = asked("gpt-tiny", "x=8", objective="time", budget=2 * least.memory.peak_nbytes)
+    assert middle.memory.peak_nbytes <= 2 * least.memory.peak_nbytes
+    assert fast.seconds <= middle.seconds <= least.seconds
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in zoo.names() if name.endswith("tiny")])
+@pytest.mark.parametrize("mesh", ["x=8", "x=2,y=4", "x=2,y=2,z=2"])
+def test_no_operator_of_the_zoo_is_kept_whole(name: str, mesh: str) -> None:
+    found = planned(name, mesh)
+    assert found.whole == ()
+    assert found.memory.peak_nbytes <= 1.1 * found.memory.floor_nbytes
+
+
+def test_the_mesh_is_searched_for() -> None:
+    with torch.device("meta"):
+        model = zoo.build("vgg-tiny")
+    told: list[str] = []
+    found = plan(model, zoo.example_batch("vgg-tiny", BATCH), Cluster.preset("4xA100-80"), progress=told.append)
+    assert found.mesh.size == 4
+    assert len(told) > 2
+    others = [plan(model, zoo.example_batch("vgg-tiny", BATCH), "4xA100-80", mesh=mesh) for mesh in ("x=4", "x=2,y=2")]
+    assert found.memory.peak_nbytes == min(other.memory.peak_nbytes for other in others)
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
+    found = planned("gpt-tiny", "x=2,y=4")
+    found.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == found
+    assert again.summary() == found.summary()
+    assert again.mesh == Mesh({"x": 2, "y": 4})
+    (tmp_path / "plan.json").write_text("no plan")
+    with pytest.raises(PlanError, match="no plan as scrimp writes it"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_what_cannot_be_is_refused_with_reasons() -> None:
+    with pytest.raises(FitError, match="KiB"):
+        asked("gpt-tiny", "x=8", budget="10KiB")
+    with pytest.raises(PlanError, match="precision='fp8'"):
+        asked("gpt-tiny", "x=8", precision="fp8")
+    with pytest.raises(PlanError, match="objective 'speed'"):
+        asked("gpt-tiny", "x=8", objective="speed")
+    with pytest.raises(ScrimpError, match="16 devices"):
+        asked("gpt-tiny", "x=16")
+    with pytest.raises(ScrimpError, match="A100-80"):
+        plan(torch.nn.Linear(1, 1), (), "8xA1000")
