@@ -23,11 +23,12 @@ has as many types as there are ways to write a size (715 for 512 devices and 4 d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
+Entry = TypeVar("Entry")
 Type = tuple[tuple[int, ...], ...]
 
 EXACT_ATOMS = 4  # up to this many atoms the label space is searched whole
@@ -66,10 +67,10 @@ class Path:
 
 
 class Block(NamedTuple):
-    """What the search asks of a run of atoms again and again; `kinds` are their sizes and links."""
+    """What the search asks of a run of atoms again and again; atoms of the same size and link are of one kind."""
 
     sizes: tuple[int, ...]
-    kinds: tuple[tuple[int, float, float], ...]
+    kinds: tuple[int, ...]
     members: int
     latency: float
     pace: float
@@ -93,14 +94,27 @@ class Space:
     by_size: bool
     _blocks: dict[tuple[int, ...], Block] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @cached_property
+    def _kinds(self) -> tuple[int, ...]:
+        """Of each atom the first that has its size and its link."""
+        links = list(zip(self.sizes, self.latency, self.pace, strict=True))
+        return tuple(links.index(link) for link in links)
+
     def block(self, atoms: tuple[int, ...]) -> Block:
         known = self._blocks.get(atoms)
         if known is None:
-            sizes = tuple(self.sizes[atom] for atom in atoms)
-            latency = max((self.latency[atom] for atom in atoms), default=0.0)
-            pace = max((self.pace[atom] for atom in atoms), default=0.0)
-            kinds = tuple((self.sizes[atom], self.latency[atom], self.pace[atom]) for atom in atoms)
-            known = self._blocks[atoms] = Block(sizes, kinds, prod(sizes), latency, pace)
+            if not atoms:
+                known = Block((), (), 1, 0.0, 0.0)
+            else:  # one more than a block that is most often known
+                rest, last = self.block(atoms[:-1]), atoms[-1]
+                known = Block(
+                    (*rest.sizes, self.sizes[last]),
+                    (*rest.kinds, self._kinds[last]),
+                    rest.members * self.sizes[last],
+                    max(rest.latency, self.latency[last]),
+                    max(rest.pace, self.pace[last]),
+                )
+            self._blocks[atoms] = known
         return known
 
     def counts(self, dims: Type) -> tuple[int, ...]:
@@ -145,12 +159,12 @@ class _Found:
         self.best = best
         self.all: dict[object, Path] = {}
 
-    def hopeless(self, node: Node, *, reverse: bool) -> bool:
-        """Whether no program through this node can be the best: its flat steps cost at least so much, and from
-        the front it must still rise to the end's size."""
-        rise = 0 if reverse else self.out - node.local
-        flat = max(node.flat, self.at_least) - node.flat
-        return node.price + (rise + flat * node.local) * self.fastest >= self.best
+    def hopeless(self, price: float, flat: float, local: int, *, reverse: bool) -> bool:
+        """Whether no program through a node of this price can be the best: its flat steps cost at least so much, and
+        from the front it must still rise to the end's size."""
+        rise = 0 if reverse else self.out - local
+        more = max(flat, self.at_least) - flat
+        return price + (rise + more * local) * self.fastest >= self.best
 
     def join(self, front: dict[object, Node], back: dict[object, Node]) -> None:
         if not self.space.by_size:
@@ -298,42 +312,52 @@ def _like(space: Space, atom: int) -> object:
 
 
 def _all_to_all(space: Space, nodes: dict[object, Node], found: _Found, *, reverse: bool) -> dict[object, Node]:
-    """Every type one all_to_all further (or, reversed, one before)."""
+    """Every type one all_to_all further (or, reversed, one before). This is where the search spends its time: what
+    holds for all dims that a block may go to is settled before they are looked at, prices before types are made."""
     reached: dict[object, Node] = {}
+    even = space.shape == space.padded  # an all_to_all then leaves the local size
+    block_of, padded, by_size = space.block, space.padded, space.by_size
     for node in nodes.values():
-        least = node._replace(flat=node.flat + 0.5, price=node.price + node.local * found.fastest / 2)
-        if found.hopeless(least, reverse=reverse):
+        least = node.price + node.local * found.fastest / 2
+        if found.hopeless(least, node.flat + 0.5, node.local, reverse=reverse):
             continue  # not even an all_to_all of two helps
-        for dim, to_dim, split in _moves(space, node):
-            stack = node.dims[dim]
-            moved = stack[split:]
-            block = space.block(moved)
-            m = block.members
-            flat = (m - 1) / m
-            price = node.price + block.latency * (m - 1) + node.local * block.pace * flat
-            dims, counts = list(node.dims), list(node.counts)
-            dims[dim], dims[to_dim] = stack[:split], dims[to_dim] + moved
-            counts[dim], counts[to_dim] = counts[dim] // m, counts[to_dim] * m
-            ends, key = tuple(dims), space.key(tuple(dims))
-            old = reached.get(key)
-            if old is not None and old.price <= price:
-                continue
-            op = Op("all_to_all", moved, to_dim, dim) if reverse else Op("all_to_all", moved, dim, to_dim)
-            local = space.local(tuple(counts))
-            further = Node(ends, tuple(counts), local, price, node.flat + flat, (*node.ops, op))
-            if local <= space.cap and not found.hopeless(further, reverse=reverse):
-                reached[key] = further
+        last = node.ops[-1] if node.ops else None
+        came = last.atoms if last is not None and last.kind == "all_to_all" else None
+        names = tuple([block_of(stack).kinds for stack in node.dims]) if by_size else node.dims
+        for dim, stack in enumerate(node.dims):
+            for split in range(len(stack)):
+                moved = stack[split:]
+                if moved == came:
+                    continue  # the block that came last would better have gone there at once
+                block = block_of(moved)
+                m = block.members
+                flat = (m - 1) / m
+                price = node.price + block.latency * (m - 1) + node.local * block.pace * flat
+                flat += node.flat
+                if even and (node.local > space.cap or found.hopeless(price, flat, node.local, reverse=reverse)):
+                    continue
+                left = stack[:split]
+                left_name = block_of(left).kinds if by_size else left
+                for to_dim, count in enumerate(node.counts):
+                    if to_dim == dim or padded[to_dim] % (count * m):
+                        continue
+                    grown = node.dims[to_dim] + moved
+                    key = _with(names, dim, left_name, to_dim, names[to_dim] + block.kinds if by_size else grown)
+                    old = reached.get(key)
+                    if old is not None and old.price <= price:
+                        continue
+                    counts = _with(node.counts, dim, node.counts[dim] // m, to_dim, count * m)
+                    local = node.local if even else space.local(counts)
+                    if not even and (local > space.cap or found.hopeless(price, flat, local, reverse=reverse)):
+                        continue
+                    op = Op("all_to_all", moved, to_dim, dim) if reverse else Op("all_to_all", moved, dim, to_dim)
+                    dims = _with(node.dims, dim, left, to_dim, grown)
+                    reached[key] = Node(dims, counts, local, price, flat, (*node.ops, op))
     return reached
 
 
-def _moves(space: Space, node: Node) -> Iterator[tuple[int, int, int]]:
-    """(dim, to_dim, where the block starts in the stack) of every all_to_all that the sizes allow."""
-    last = node.ops[-1] if node.ops else None
-    for dim, stack in enumerate(node.dims):
-        for split in range(len(stack)):
-            if last is not None and last.kind == "all_to_all" and last.atoms == stack[split:]:
-                continue  # the block that came last would better have gone there at once
-            m = space.block(stack[split:]).members
-            for to_dim, count in enumerate(node.counts):
-                if to_dim != dim and space.padded[to_dim] % (count * m) == 0:
-                    yield dim, to_dim, split
+def _with(entries: tuple[Entry, ...], dim: int, entry: Entry, to_dim: int, to_entry: Entry) -> tuple[Entry, ...]:
+    """The same with two entries replaced."""
+    out = list(entries)
+    out[dim], out[to_dim] = entry, to_entry
+    return tuple(out)
