@@ -138,12 +138,12 @@ def search(space: Space, at_least: float, best: float = float("inf")) -> list[Pa
     found = _Found(space, at_least, best)
     front, back = _fall(space), _rise(space)
     found.join(front, back)
-    front_1 = _all_to_all(space, front, found, reverse=False)
+    front_1 = _all_to_all(space, _as_large(space, front, back), found, reverse=False)
     found.join(front_1, back)
-    back_1 = _all_to_all(space, back, found, reverse=True)
+    back_1 = _all_to_all(space, _as_large(space, back, front), found, reverse=True)
     found.join(front, back_1)
     found.join(front_1, back_1)
-    front_2 = _all_to_all(space, front_1, found, reverse=False)
+    front_2 = _all_to_all(space, front_1, found, reverse=False, ends=_cheapest(back_1))
     found.join(front_2, back_1)
     return found.paths()
 
@@ -170,15 +170,16 @@ class _Found:
         if not self.space.by_size:
             for key in front.keys() & back.keys():
                 self._add(front[key], back[key], None, 0.0)
-        by_counts: dict[tuple[int, ...], Node] = {}
-        for node in back.values():
-            other = by_counts.get(node.counts)
-            if other is None or node.price < other.price:
-                by_counts[node.counts] = node
+        ends = _cheapest(back)
         for node in front.values():
-            other = by_counts.get(node.counts)
-            if other is not None and other.dims != node.dims:
-                self._add(node, other, other.dims, self._permute_price(node, other))
+            other = ends.get(node.counts)
+            if other is None or other.dims == node.dims or self.too_dear(node.price, other):
+                continue
+            self._add(node, other, other.dims, self._permute_price(node, other))
+
+    def too_dear(self, price: float, other: Node) -> bool:
+        """Whether `_add` would not look at what these two make."""
+        return price + other.price > 2 * self.best
 
     def _permute_price(self, a: Node, b: Node) -> float:
         moved = {atom for have, want in zip(a.dims, b.dims, strict=True) if have != want for atom in {*have, *want}}
@@ -201,6 +202,25 @@ class _Found:
     def paths(self) -> list[Path]:
         order = sorted(self.all.values(), key=lambda path: (path.price, len(path.before) + len(path.after)))
         return order[:KEEP]
+
+
+def _as_large(space: Space, nodes: dict[object, Node], others: dict[object, Node]) -> dict[object, Node]:
+    """Those that have the local size of one of the others. The rest are never joined: where tiles are even, an all_to_all
+    leaves the local size."""
+    if space.shape != space.padded:
+        return nodes
+    sizes = {node.local for node in others.values()}
+    return {key: node for key, node in nodes.items() if node.local in sizes}
+
+
+def _cheapest(nodes: dict[object, Node]) -> dict[tuple[int, ...], Node]:
+    """For each number of tiles per dim the cheapest type."""
+    cheapest: dict[tuple[int, ...], Node] = {}
+    for node in nodes.values():
+        other = cheapest.get(node.counts)
+        if other is None or node.price < other.price:
+            cheapest[node.counts] = node
+    return cheapest
 
 
 def _fall(space: Space) -> dict[object, Node]:
@@ -311,12 +331,21 @@ def _like(space: Space, atom: int) -> object:
     return ("like", space.sizes[atom], space.latency[atom], space.pace[atom])
 
 
-def _all_to_all(space: Space, nodes: dict[object, Node], found: _Found, *, reverse: bool) -> dict[object, Node]:
-    """Every type one all_to_all further (or, reversed, one before). This is where the search spends its time: what
-    holds for all dims that a block may go to is settled before they are looked at, prices before types are made."""
+def _all_to_all(
+    space: Space,
+    nodes: dict[object, Node],
+    found: _Found,
+    *,
+    reverse: bool,
+    ends: dict[tuple[int, ...], Node] | None = None,
+) -> dict[object, Node]:
+    """Every type one all_to_all further (or, reversed, one before); with `ends` only those that can be joined with one
+    of them. This is where the search spends its time: what holds for all dims that a block may go to is settled before
+    they are looked at, prices before types are made."""
     reached: dict[object, Node] = {}
     even = space.shape == space.padded  # an all_to_all then leaves the local size
-    block_of, padded, by_size = space.block, space.padded, space.by_size
+    block_of, by_size = space.block, space.by_size
+    targets = _Targets(space, ends)
     for node in nodes.values():
         least = node.price + node.local * found.fastest / 2
         if found.hopeless(least, node.flat + 0.5, node.local, reverse=reverse):
@@ -331,6 +360,9 @@ def _all_to_all(space: Space, nodes: dict[object, Node], found: _Found, *, rever
                     continue  # the block that came last would better have gone there at once
                 block = block_of(moved)
                 m = block.members
+                goals = targets.of(node.counts, dim, m)
+                if not goals:
+                    continue
                 flat = (m - 1) / m
                 price = node.price + block.latency * (m - 1) + node.local * block.pace * flat
                 flat += node.flat
@@ -338,15 +370,14 @@ def _all_to_all(space: Space, nodes: dict[object, Node], found: _Found, *, rever
                     continue
                 left = stack[:split]
                 left_name = block_of(left).kinds if by_size else left
-                for to_dim, count in enumerate(node.counts):
-                    if to_dim == dim or padded[to_dim] % (count * m):
+                for to_dim, counts in goals:
+                    if ends is not None and found.too_dear(price, ends[counts]):
                         continue
                     grown = node.dims[to_dim] + moved
                     key = _with(names, dim, left_name, to_dim, names[to_dim] + block.kinds if by_size else grown)
                     old = reached.get(key)
                     if old is not None and old.price <= price:
                         continue
-                    counts = _with(node.counts, dim, node.counts[dim] // m, to_dim, count * m)
                     local = node.local if even else space.local(counts)
                     if not even and (local > space.cap or found.hopeless(price, flat, local, reverse=reverse)):
                         continue
@@ -354,6 +385,28 @@ def _all_to_all(space: Space, nodes: dict[object, Node], found: _Found, *, rever
                     dims = _with(node.dims, dim, left, to_dim, grown)
                     reached[key] = Node(dims, counts, local, price, flat, (*node.ops, op))
     return reached
+
+
+class _Targets:
+    """The dims that a block may go to, and the tiles per dim thereafter: what the sizes allow, and, with `ends`, what these
+    have. Asked often for few different tiles, so the answers are kept."""
+
+    def __init__(self, space: Space, ends: dict[tuple[int, ...], Node] | None) -> None:
+        self.padded = space.padded
+        self.ends = ends
+        self.known: dict[tuple[tuple[int, ...], int, int], list[tuple[int, tuple[int, ...]]]] = {}
+
+    def of(self, counts: tuple[int, ...], dim: int, members: int) -> list[tuple[int, tuple[int, ...]]]:
+        known = self.known.get((counts, dim, members))
+        if known is None:
+            known = []
+            for to_dim, count in enumerate(counts):
+                after = _with(counts, dim, counts[dim] // members, to_dim, count * members)
+                fits = to_dim != dim and self.padded[to_dim] % (count * members) == 0
+                if fits and (self.ends is None or after in self.ends):
+                    known.append((to_dim, after))
+            self.known[counts, dim, members] = known
+        return known
 
 
 def _with(entries: tuple[Entry, ...], dim: int, entry: Entry, to_dim: int, to_entry: Entry) -> tuple[Entry, ...]:
