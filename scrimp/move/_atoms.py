@@ -7,7 +7,7 @@ from math import prod
 
 from scrimp.cluster import Cluster
 from scrimp.layout import Layout, Mesh
-from scrimp.move._search import Space, Type
+from scrimp.move._space import Space, Type
 
 
 @dataclass(frozen=True, kw_only=True)

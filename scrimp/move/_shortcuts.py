@@ -18,7 +18,7 @@ from __future__ import annotations
 from math import lcm, prod
 
 from scrimp.layout._mesh import prime_factors
-from scrimp.move._search import Op, Path, Space, Type
+from scrimp.move._space import Op, Path, Space, Type
 
 
 def shortcut(space: Space) -> Path | None:

@@ -11,7 +11,7 @@ from scrimp.cluster import Cluster, Link
 from scrimp.layout import Layout, Mesh
 from scrimp.move._atoms import Atoms
 from scrimp.move._program import FLAT, Step
-from scrimp.move._search import Op, Path
+from scrimp.move._space import Op, Path
 from scrimp.move._tiles import missing_numel, sources, tiles
 
 Call = tuple[str, int, tuple[str, ...]]  # kind, dim, axes

@@ -19,8 +19,9 @@ from scrimp.move._atoms import Atoms, glued_atoms, prime_atoms
 from scrimp.move._check import check
 from scrimp.move._dtypes import ITEMSIZE, SUMMABLE, dtype_name
 from scrimp.move._program import FLAT, Program, Step, padding
-from scrimp.move._search import EXACT_ATOMS, Path, Space, search
+from scrimp.move._search import EXACT_ATOMS, search
 from scrimp.move._shortcuts import shortcut
+from scrimp.move._space import Path, Space
 from scrimp.move._steps import all_reduce_step, fused, priced, steps_of
 from scrimp.move._tiles import missing_numel, tiles
 
