@@ -132,10 +132,14 @@ def priced(
     out = []
     for step in steps:
         received, messages = _traffic(step, shape, padded, mesh)
-        link = cluster.link(step.axes or _changed_axes(step))
-        seconds = link.seconds(messages, received * itemsize) if messages else 0.0
+        seconds = step_link(step, cluster).seconds(messages, received * itemsize) if messages else 0.0
         out.append(replace(step, received_numel=received, messages=messages, seconds=seconds))
     return tuple(out)
+
+
+def step_link(step: Step, cluster: Cluster) -> Link:
+    """The slowest link that a step crosses."""
+    return cluster.link(step.axes or _changed_axes(step))
 
 
 def _traffic(step: Step, shape: tuple[int, ...], padded: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:
