@@ -27,7 +27,9 @@ class CheckpointError(ScrimpError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
-def check_format(data: Mapping[str, object], name: str, version: int, error: type[ScrimpError]) -> None:
+def check_format(data: Mapping[str, object], name: str, version: int | tuple[int, ...], error: type[ScrimpError]) -> None:
     """Refuse a file of another kind, or of a version this scrimp does not know, by name."""
-    if (data.get("format"), data.get("version")) != (name, version):
-        raise error(f"this is {data.get('format')} version {data.get('version')}, but this scrimp reads {name} version {version}")
+    versions = (version,) if isinstance(version, int) else version
+    if data.get("format") != name or data.get("version") not in versions:
+        reads = " or ".join(map(str, versions))
+        raise error(f"this is {data.get('format')} version {data.get('version')}, but this scrimp reads {name} version {reads}")

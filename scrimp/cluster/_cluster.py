@@ -1,53 +1,41 @@
-"""Links and what a transfer over them costs; and the machine, where it was measured.
+"""Clusters: links and what a transfer over them costs; what they are built of; the machine, where it was measured.
 
 A step of a move takes, on its busiest device,
 
     seconds = messages one after the other * latency + bytes received / bandwidth
 
 over the slowest link among the axes the step crosses. Without a cluster every axis is the default link:
-10 microseconds a message, 25 GB/s per device.
+10 microseconds a message, 25 GB/s per device. A cluster whose hardware is known has a link inside of nodes and one between
+them, and `on(mesh)` gives each axis its own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scrimp.cluster._hardware import Hardware
+from scrimp.cluster._link import DEFAULT_LINK, Link
 from scrimp.cluster._machine import Machine
+from scrimp.cluster._meshes import AxisLink, axis_links, meshes
 from scrimp.errors import ScrimpError, check_format
+from scrimp.layout import Mesh
 
-FORMAT, VERSION = "scrimp.cluster", 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """What one device gets along a mesh axis."""
-
-    latency_seconds: float = 10e-6
-    bytes_per_second: float = 25e9
-
-    def __post_init__(self) -> None:
-        if self.latency_seconds < 0 or self.bytes_per_second <= 0:
-            raise ScrimpError(
-                f"link with {self.latency_seconds} s a message and {self.bytes_per_second} B/s: "
-                "latency must be 0 or more, bandwidth more than 0"
-            )
-
-    def seconds(self, messages: float, nbytes: float) -> float:
-        return messages * self.latency_seconds + nbytes / self.bytes_per_second
+FORMAT, VERSION = "scrimp.cluster", 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """`Cluster(axes=(("node", Link(bytes_per_second=3e9)),))`: node is slow, all other axes are the default. `machine`:
-    what each of its machines can do, if that is known."""
+    what each of its machines was measured to do; `hardware`: what it is built of; each if that is known."""
 
-    default: Link = Link()
+    default: Link = DEFAULT_LINK
     axes: tuple[tuple[str, Link], ...] = ()
     machine: Machine | None = None
+    hardware: Hardware | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.axes, Mapping):
@@ -61,6 +49,51 @@ class Cluster:
 
         return cls(machine=probe(device, disk))
 
+    @classmethod
+    def preset(cls, name: str) -> Cluster:
+        """`"8xA100-80"`, by published figures; an unknown name lists the kinds. `scrimp clusters` shows them."""
+        from scrimp.cluster._presets import preset
+
+        return cls._of(preset(name))
+
+    @classmethod
+    def load(cls, source: str | Path) -> Cluster:
+        """From a TOML file, or from such text; docs/clusters.md says what may stand in it."""
+        from scrimp.cluster._toml import load
+
+        return cls._of(load(source))
+
+    @classmethod
+    def _of(cls, hardware: Hardware) -> Cluster:
+        return cls(default=hardware.inside_link if hardware.nodes == 1 else hardware.between_link, hardware=hardware)
+
+    def axis_links(self, mesh: Mesh) -> Mapping[str, AxisLink]:
+        """The link that each axis of a mesh sees, and which share of an axis is inside of nodes."""
+        return axis_links(self._known("axis_links"), mesh)
+
+    def on(self, mesh: Mesh) -> Cluster:
+        """The same with a link for each axis of this mesh. Links that were given by axis stay."""
+        if self.hardware is None:
+            return self
+        given = dict(self.axes)
+        found = {name: given.get(name, each.link) for name, each in self.axis_links(mesh).items()}
+        if len({*found.values()}) == 1 and not given:
+            return replace(self, default=next(iter(found.values())))  # moves are planned faster where links are alike
+        return replace(self, axes=tuple({**given, **found}.items()))
+
+    def meshes(self, max_axes: int = 3) -> tuple[Mesh, ...]:
+        """Meshes of all devices that are worth a search, their axes inside of nodes or between them; few axes first."""
+        return meshes(self._known("meshes"), max_axes)
+
+    def compute_seconds(self, flops: float, nbytes: float, dtype: str = "bfloat16") -> float:
+        """An operator on one device: the longer of its arithmetic and its passes over memory, and the launch."""
+        return self._known("compute_seconds").compute_seconds(flops, nbytes, dtype)
+
+    def _known(self, what: str) -> Hardware:
+        if self.hardware is None:
+            raise ScrimpError(f"Cluster.{what} needs to know the hardware: take Cluster.preset('8xH100') or Cluster.load(file)")
+        return self.hardware
+
     def link(self, axes: Iterable[str]) -> Link:
         """The link of a step over these axes (sub-axes belong to their axis): the slowest in each respect."""
         table = dict(self.axes)
@@ -71,21 +104,23 @@ class Cluster:
         )
 
     def to_json(self) -> str:
-        def row(link: Link) -> dict[str, float]:
-            return {"latency_seconds": link.latency_seconds, "bytes_per_second": link.bytes_per_second}
-
-        axes = {name: row(link) for name, link in self.axes}
-        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "default": row(self.default), "axes": axes}
+        axes = {name: link.to_data() for name, link in self.axes}
+        # Without hardware it is what version 1 was, and older readers may have it.
+        version = VERSION if self.hardware else 1
+        data: dict[str, Any] = {"format": FORMAT, "version": version, "default": self.default.to_data(), "axes": axes}
         if self.machine is not None:
             data["machine"] = self.machine.to_data()
+        if self.hardware is not None:
+            data["hardware"] = self.hardware.to_data()
         return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
         data: dict[str, Any] = json.loads(text)
-        check_format(data, FORMAT, VERSION, ScrimpError)
+        check_format(data, FORMAT, (1, VERSION), ScrimpError)
         return cls(
             default=Link(**data["default"]),
             axes=tuple((name, Link(**row)) for name, row in data["axes"].items()),
             machine=Machine.from_data(data["machine"]) if "machine" in data else None,
+            hardware=Hardware.from_data(data["hardware"]) if "hardware" in data else None,
         )

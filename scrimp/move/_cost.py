@@ -51,7 +51,7 @@ class MoveCosts:
 
     def __init__(self, mesh: Mesh, cluster: Cluster | None = None, *, exact: bool = True) -> None:
         self.mesh = mesh
-        self.cluster = cluster if cluster is not None else Cluster()
+        self.cluster = (cluster or Cluster()).on(mesh)
         self.exact = exact
         self.syntheses = 0
         self._renamings = [{name: name for name in mesh.names}] if exact else list(_renamings(mesh, self.cluster))

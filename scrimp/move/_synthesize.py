@@ -42,7 +42,8 @@ def synthesize(
 
     `direct=False` leaves out the alltoallv of arbitrary parts: collectives only (unless uneven tiles do not nest,
     where nothing else is possible)."""
-    return _synthesize(tuple(shape), mesh, Layout.parse(src), Layout.parse(dst), dtype_name(dtype), cluster or _DEFAULT, direct)
+    links = (cluster or _DEFAULT).on(mesh)
+    return _synthesize(tuple(shape), mesh, Layout.parse(src), Layout.parse(dst), dtype_name(dtype), links, direct)
 
 
 @lru_cache(maxsize=16384)
