@@ -29,7 +29,9 @@ def _text(value: Any) -> str:
     return value
 
 
-def _number(scale: float, *, zero: bool = False) -> Read:
+def _number(times: float = 1.0, *, per: float = 1.0, zero: bool = False) -> Read:
+    """Divided where a unit is a part of another: 5 / 1e6 is the very float that 5e-6 is."""
+
     def read(value: Any) -> float:
         if (
             isinstance(value, bool)
@@ -37,13 +39,13 @@ def _number(scale: float, *, zero: bool = False) -> Read:
             or not (0 < value < float("inf") or (zero and value == 0))
         ):
             raise ScrimpError(f"{value!r} is not a number {'of 0 or more' if zero else 'above 0'}")
-        return value * scale
+        return value * times / per
 
     return read
 
 
 _LINK: dict[str, tuple[str, Read]] = {
-    "latency_us": ("latency_seconds", _number(1e-6, zero=True)),
+    "latency_us": ("latency_seconds", _number(per=1e6, zero=True)),
     "gb_per_s": ("bytes_per_second", _number(1e9)),
 }
 _TABLES: dict[str, dict[str, tuple[str, Read]]] = {
@@ -53,12 +55,12 @@ _TABLES: dict[str, dict[str, tuple[str, Read]]] = {
         "bf16_tflops": ("bf16_flops", _number(1e12)),
         "fp32_tflops": ("fp32_flops", _number(1e12)),
         "memory_gb_per_s": ("device_memory", _number(1e9)),
-        "launch_us": ("launch_seconds", _number(1e-6, zero=True)),
+        "launch_us": ("launch_seconds", _number(per=1e6, zero=True)),
     },
     "host": {"memory": ("host_memory_nbytes", parse_nbytes), "gb_per_s": ("host_link", _number(1e9))},
     "inside": _LINK,
     "between": _LINK,
-    "shares": {name: (name, _number(1.0)) for name in ("matmul", "memory", "link")},
+    "shares": {name: (name, _number()) for name in ("matmul", "memory", "link")},
 }
 
 
