@@ -53,6 +53,21 @@ def test_the_figures_of_synthesize(data: st.DataObject, m: int, c: int) -> None:
         assert cost.received_nbytes == program.received_nbytes
 
 
+def test_what_is_remembered_of_one_shape_is_not_taken_for_another() -> None:
+    """As many elements, but other numbers of tiles; as many tiles, but other elements or bytes."""
+    mesh, costs = Mesh({"x": 2, "y": 4}), MoveCosts(Mesh({"x": 2, "y": 4}))
+    seen = set()
+    for shape, itemsize in itertools.product(((8184, 1023), (4092, 2046), (8, 1), (16, 3), (8184, 4092)), (2, 4, 8)):
+        for dst in ("[y,-]", "[-,-]", "[x*y,-]"):
+            if shape[0] % 8 and dst == "[x*y,-]":
+                continue
+            program = synthesize(shape, mesh, "[-,-]+y", dst, dtype=DTYPES[itemsize])
+            cost = costs.cost(shape, itemsize, "[-,-]+y", dst)
+            assert (cost.seconds, cost.received_nbytes) == (program.seconds, program.received_nbytes)
+            seen.add((prod(shape), itemsize, dst, round(cost.seconds, 9)))
+    assert len({row[:3] for row in seen}) < len(seen)  # elements, bytes and layouts alone do not say it
+
+
 @settings(max_examples=250, deadline=None)
 @given(data=st.data(), m=st.integers(0, 3), c=st.integers(0, 3))
 def test_without_exact_the_figures_of_a_move_that_is_alike(data: st.DataObject, m: int, c: int) -> None:
