@@ -151,6 +151,8 @@ def test_few_syntheses_serve_many_moves() -> None:
             costs.cost((rows, 512, 512), 2, a, b)
     assert costs.syntheses < len(pairs) / 2  # of four times as many questions
     asked = costs.syntheses
+    assert costs.cost((512, 512, 512), 2, "[(x)(-),-]", "[(-)(x),-]") == costs.cost((512, 512, 512), 2, "[-,-,x]", "[x,-,-]")
+    assert costs.syntheses == asked
     for a, b in pairs:
         costs.cost((1536, 512, 512), 2, a, b)
     assert costs.syntheses - asked < len(pairs) / 20

@@ -33,7 +33,7 @@ from scrimp.move._synthesize import synthesize
 
 DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}  # one of each size that can be summed
 NEAR = 0.01
-FAR = 16
+FAR = 16  # a size above all that were asked is asked so many times larger, so that the next ones lie between two
 
 Key = tuple[object, ...]
 
@@ -118,8 +118,9 @@ class MoveCosts:
         )
 
     def _canonical(self, divisors: tuple[int, ...], src: Layout, dst: Layout) -> tuple[tuple[int, ...], Layout, Layout]:
-        """The order of dims, and both layouts with dims in that order and axes renamed: the least of all ways to do so."""
-        if self.exact or src.factors or dst.factors:
+        """The order of dims, and both layouts with dims in that order and axes renamed: the least of all ways to do so.
+        Factors are dims like others here."""
+        if self.exact:
             return tuple(range(len(divisors))), src, dst
         ways = []
         for names in self._renamings:
@@ -152,7 +153,7 @@ class MoveCosts:
     def _line(self, curve: _Curve, shape: tuple[int, ...], nbytes: int, itemsize: int) -> _Line | None:
         line = curve.near(nbytes)
         if line is None and shape and curve.samples and nbytes > curve.samples[-1][0]:
-            self._sample(curve, (shape[0] * self._far, *shape[1:]), itemsize)  # so that larger ones need none of their own
+            self._sample(curve, (shape[0] * self._far, *shape[1:]), itemsize)
             line = curve.near(nbytes)
         return line
 
