@@ -55,7 +55,7 @@ def test_help_names_the_commands_and_loads_no_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    assert all(command in ran.stdout for command in ("move", "doctor", "probe", "demo"))
+    assert all(command in ran.stdout for command in ("move", "doctor", "probe", "clusters", "demo"))
     assert "loaded []" in ran.stdout
 
 
@@ -238,6 +238,24 @@ def test_small_texts() -> None:
     assert ranks_text([6, 0, 1, 2, 3, 8, 9]) == "0-3 6 8 9"
     sizes = (0, 1023, 1024, 1536, 1020 * 1024, 3 << 30, 5 << 50)
     assert [nbytes_text(n) for n in sizes] == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "1020 KiB", "3 GiB", "5120 TiB"]
+
+
+# Clusters.
+
+
+def test_clusters(tmp_path: Path) -> None:
+    text = scrimp("clusters").output
+    assert re.search(r"^A100-80 +80\.0 GiB +312 +2039 +32 +300 +25$", text, re.MULTILINE)
+    file, own = tmp_path / "cluster.json", tmp_path / "own.toml"
+    text = scrimp("clusters", "16xH100", "--json", str(file)).output
+    assert re.search(r"^devices +16 H100: 2 x 8", text, re.MULTILINE)
+    assert re.search(r"^mesh x=4,y=4 +x between nodes \(33% of its peers inside\), y inside nodes", text, re.MULTILINE)
+    assert Cluster.from_json(file.read_text()) == Cluster.preset("16xH100")
+    own.write_text('nodes = 1\ndevices_per_node = 3\nkind = "24GiB"')
+    assert "3 24GiB: 1 x 3" in scrimp("clusters", str(own)).output
+    assert "kinds are A100-40" in scrimp("clusters", "8xTPU", code=2).stderr
+    assert "say which" in scrimp("clusters", "--json", str(file), code=2).stderr
+    assert "cannot be written" in scrimp("clusters", "8xH100", "--json", str(tmp_path / "no" / "file"), code=2).stderr
 
 
 # The probe.

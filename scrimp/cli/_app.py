@@ -191,6 +191,27 @@ def plan(
 
 
 @app.command()
+def clusters(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME or FILE]", help="Such as 16xH100, or a cluster.toml; without it all kinds.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the cluster to this file, as JSON.")] = None,
+) -> None:
+    """List the kinds of devices that plans can be made for; or show one cluster, its links and its meshes. No GPU is needed.
+
+    Figures are the makers' own; docs/clusters.md says how to write a file with others.
+
+    Examples
+      scrimp clusters
+      scrimp clusters 16xH100
+      scrimp clusters cluster.toml --json cluster.json
+    """
+    from scrimp.cli import _clusters
+
+    _clusters.show(console(), name=name, json_file=json_file)
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="Steps of the training run, 10 or more.", min=10)] = 80,
     seed: Annotated[int, typer.Option(help="Chooses the grammar of the text and the first weights.")] = 0,

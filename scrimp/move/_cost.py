@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations, product
+from itertools import count, permutations, product
 from math import gcd, inf, prod
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from scrimp.move._synthesize import synthesize
 
 DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}  # one of each size that can be summed
 NEAR = 0.01
+FAR = 16  # a size above all that were asked is asked so many times larger, so that the next ones lie between two
 
 Key = tuple[object, ...]
 
@@ -55,6 +56,7 @@ class MoveCosts:
         self.exact = exact
         self.syntheses = 0
         self._renamings = [{name: name for name in mesh.names}] if exact else list(_renamings(mesh, self.cluster))
+        self._far = next(number for number in count(FAR) if gcd(number, mesh.size) == 1)  # leaves every dim's divisor
         self._divisors: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self._patterns: dict[tuple[Layout, Layout, tuple[int, ...]], _Pattern] = {}
         self._curves: dict[Key, _Curve] = {}
@@ -116,8 +118,9 @@ class MoveCosts:
         )
 
     def _canonical(self, divisors: tuple[int, ...], src: Layout, dst: Layout) -> tuple[tuple[int, ...], Layout, Layout]:
-        """The order of dims, and both layouts with dims in that order and axes renamed: the least of all ways to do so."""
-        if self.exact or src.factors or dst.factors:
+        """The order of dims, and both layouts with dims in that order and axes renamed: the least of all ways to do so.
+        Factors are dims like others here."""
+        if self.exact:
             return tuple(range(len(divisors))), src, dst
         ways = []
         for names in self._renamings:
@@ -134,18 +137,30 @@ class MoveCosts:
 
     def _at(self, pattern: _Pattern, shape: tuple[int, ...], numel: int, itemsize: int) -> tuple[float, int]:
         """Seconds and bytes received."""
-        curve = pattern.curve
+        curve, nbytes = pattern.curve, numel * itemsize
         known = curve.known.get((numel, itemsize))
         if known is None:
-            line = None if self.exact else curve.near(numel * itemsize)
+            shape = tuple(shape[dim] for dim in pattern.order)
+            line = None if self.exact else self._line(curve, shape, nbytes, itemsize)
             if line is None:
-                program = self._synthesize(tuple(shape[dim] for dim in pattern.order), itemsize, curve.src, curve.dst)
+                program = self._sample(curve, shape, itemsize)
                 known = program.seconds, program.received_nbytes
-                insort(curve.samples, (numel * itemsize, _line(program, self.cluster)))
             else:
-                known = line.seconds(numel * itemsize), round(line.received * numel * itemsize)
+                known = line.seconds(nbytes), round(line.received * nbytes)
             curve.known[numel, itemsize] = known
         return known
+
+    def _line(self, curve: _Curve, shape: tuple[int, ...], nbytes: int, itemsize: int) -> _Line | None:
+        line = curve.near(nbytes)
+        if line is None and shape and curve.samples and nbytes > curve.samples[-1][0]:
+            self._sample(curve, (shape[0] * self._far, *shape[1:]), itemsize)
+            line = curve.near(nbytes)
+        return line
+
+    def _sample(self, curve: _Curve, shape: tuple[int, ...], itemsize: int) -> Program:
+        program = self._synthesize(shape, itemsize, curve.src, curve.dst)
+        insort(curve.samples, (prod(shape) * itemsize, _line(program, self.cluster)))
+        return program
 
     def _synthesize(self, shape: tuple[int, ...], itemsize: int, src: Layout, dst: Layout) -> Program:
         if itemsize not in DTYPES:

@@ -23,6 +23,7 @@ has as many types as there are ways to write a size (715 for 512 devices and 4 d
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ LABEL_TYPES = 300  # beyond that many types on a side, the label space keeps the
 SIZE_TYPES = 800  # the same for the size space, where 512 devices and 4 dims have 715
 SUMMED_TYPES = 60  # and for the types whose sums are placed, each in many ways
 KEEP = 4  # programs handed on to be priced exactly
+ROUNDING = 1e-9  # of sums of prices taken in another order
 
 
 def search(space: Space, at_least: float, best: float = float("inf")) -> list[Path]:
@@ -43,12 +45,12 @@ def search(space: Space, at_least: float, best: float = float("inf")) -> list[Pa
     found = _Found(space, at_least, best)
     front, back = _fall(space), _rise(space)
     found.join(front, back)
-    front_1 = _all_to_all(space, _as_large(space, front, back), found, reverse=False)
+    front_1 = _all_to_all(space, front, found, back, reverse=False)
     found.join(front_1, back)
-    back_1 = _all_to_all(space, _as_large(space, back, front), found, reverse=True)
+    back_1 = _all_to_all(space, back, found, front, reverse=True)
     found.join(front, back_1)
     found.join(front_1, back_1)
-    front_2 = _all_to_all(space, front_1, found, reverse=False, ends=_cheapest(back_1))
+    front_2 = _all_to_all(space, front_1, found, back_1, reverse=False, last=True)
     found.join(front_2, back_1)
     return found.paths()
 
@@ -63,6 +65,8 @@ class _Found:
         self.at_least = at_least
         self.best = best
         self.all: dict[object, Path] = {}
+        self.prices: list[float] = []  # the KEEP least
+        self.limit = 2 * best  # what costs more changes nothing any more
 
     def hopeless(self, price: float, flat: float, local: int, *, reverse: bool) -> bool:
         """Whether no program through a node of this price can be the best: its flat steps cost at least so much, and
@@ -78,13 +82,20 @@ class _Found:
         ends = _cheapest(back)
         for node in front.values():
             other = ends.get(node.counts)
-            if other is None or other.dims == node.dims or self.too_dear(node.price, other):
+            if other is None or other.dims == node.dims or node.price + other.price > self.limit:
                 continue
             self._add(node, other, other.dims, self._permute_price(node, other))
 
-    def too_dear(self, price: float, other: Node) -> bool:
-        """Whether `_add` would not look at what these two make."""
-        return price + other.price > 2 * self.best
+    def rest(self, others: dict[object, Node]) -> dict[int, float]:
+        """For each local size the least that is still paid by a path which the others end: the cheapest of them, and in the size
+        space the permute that joins."""
+        rest: dict[int, float] = {}
+        for node in others.values():
+            rest[node.local] = min(rest.get(node.local, node.price), node.price)
+        if not self.space.by_size:
+            return rest
+        latency = min(self.space.latency, default=0.0)
+        return {local: price + latency + local * self.fastest for local, price in rest.items()}
 
     def _permute_price(self, a: Node, b: Node) -> float:
         moved = {atom for have, want in zip(a.dims, b.dims, strict=True) if have != want for atom in {*have, *want}}
@@ -93,7 +104,7 @@ class _Found:
 
     def _add(self, a: Node, b: Node, relabel: Type | None, price: float) -> None:
         price += a.price + b.price
-        if price > 2 * self.best:
+        if price > self.limit:
             return
         self.best = min(self.best, price)
         path = Path(price=price, before=a.ops, relabel=relabel, after=b.ops[::-1])
@@ -101,21 +112,17 @@ class _Found:
         # One program for each outline: those that differ in labels alone are priced alike.
         outline = (round(price, 15), relabel is None, kinds.count("all_to_all"), len(path.after))
         old = self.all.get(outline)
+        if old is None:
+            insort(self.prices, price)
+            del self.prices[KEEP:]
+        last = self.prices[-1] if len(self.prices) == KEEP else float("inf")
+        self.limit = min(2 * self.best, last) * (1 + ROUNDING) + ROUNDING**2
         if old is None or (len(kinds), path.before, path.after) < (len(old.before + old.after), old.before, old.after):
             self.all[outline] = path
 
     def paths(self) -> list[Path]:
         order = sorted(self.all.values(), key=lambda path: (path.price, len(path.before) + len(path.after)))
         return order[:KEEP]
-
-
-def _as_large(space: Space, nodes: dict[object, Node], others: dict[object, Node]) -> dict[object, Node]:
-    """Those that have the local size of one of the others. The rest are never joined: where tiles are even, an all_to_all
-    leaves the local size."""
-    if space.shape != space.padded:
-        return nodes
-    sizes = {node.local for node in others.values()}
-    return {key: node for key, node in nodes.items() if node.local in sizes}
 
 
 def _cheapest(nodes: dict[object, Node]) -> dict[tuple[int, ...], Node]:
@@ -240,23 +247,28 @@ def _all_to_all(
     space: Space,
     nodes: dict[object, Node],
     found: _Found,
+    others: dict[object, Node],
     *,
     reverse: bool,
-    ends: dict[tuple[int, ...], Node] | None = None,
+    last: bool = False,
 ) -> dict[object, Node]:
-    """Every type one all_to_all further (or, reversed, one before); with `ends` only those that can be joined with one
-    of them. This is where the search spends its time: what holds for all dims that a block may go to is settled before
-    they are looked at, prices before types are made."""
+    """Every type one all_to_all further (or, reversed, one before) that may yet be joined with one of the others, or, unless it
+    is the `last` time, with what all_to_alls make of them. This is where the search spends its time: what holds for all dims
+    that a block may go to is settled before they are looked at, prices before types are made."""
     reached: dict[object, Node] = {}
-    even = space.shape == space.padded  # an all_to_all then leaves the local size
+    even = space.shape == space.padded  # an all_to_all then leaves the local size, and only equal sizes are joined
+    rest = found.rest(others)
     block_of, by_size = space.block, space.by_size
-    targets = _Targets(space, ends)
+    targets = _Targets(space, _cheapest(others) if last else None)
     for node in nodes.values():
         least = node.price + node.local * found.fastest / 2
         if found.hopeless(least, node.flat + 0.5, node.local, reverse=reverse):
             continue  # not even an all_to_all of two helps
-        last = node.ops[-1] if node.ops else None
-        came = last.atoms if last is not None and last.kind == "all_to_all" else None
+        more = rest.get(node.local) if even else 0.0
+        if more is None or least + more > found.limit:
+            continue
+        before = node.ops[-1] if node.ops else None
+        came = before.atoms if before is not None and before.kind == "all_to_all" else None
         names = tuple([block_of(stack).kinds for stack in node.dims]) if by_size else node.dims
         for dim, stack in enumerate(node.dims):
             for split in range(len(stack)):
@@ -271,13 +283,13 @@ def _all_to_all(
                 flat = (m - 1) / m
                 price = node.price + block.latency * (m - 1) + node.local * block.pace * flat
                 flat += node.flat
+                if price + more > found.limit:
+                    continue
                 if even and (node.local > space.cap or found.hopeless(price, flat, node.local, reverse=reverse)):
                     continue
                 left = stack[:split]
                 left_name = block_of(left).kinds if by_size else left
                 for to_dim, counts in goals:
-                    if ends is not None and found.too_dear(price, ends[counts]):
-                        continue
                     grown = node.dims[to_dim] + moved
                     key = _with(names, dim, left_name, to_dim, names[to_dim] + block.kinds if by_size else grown)
                     old = reached.get(key)
@@ -293,8 +305,8 @@ def _all_to_all(
 
 
 class _Targets:
-    """The dims that a block may go to, and the tiles per dim thereafter: what the sizes allow, and, with `ends`, what these
-    have. Asked often for few different tiles, so the answers are kept."""
+    """The dims that a block may go to, and the tiles per dim thereafter: those that the sizes allow and, if given, the ends have.
+    Asked often for few different tiles, so the answers are kept."""
 
     def __init__(self, space: Space, ends: dict[tuple[int, ...], Node] | None) -> None:
         self.padded = space.padded
