@@ -71,6 +71,16 @@ def test_an_operator_in_every_way_that_its_rule_allows(example: tuple[str, tuple
         assert check(op, values, split, mesh, sums=sums) == []
 
 
+@pytest.mark.parametrize("floats", ["float32", "bfloat16"])
+def test_parts_have_the_dtypes_of_the_whole(floats: str) -> None:
+    for target, args, kwargs in EXAMPLES:
+        op, values = made(target, *args, **kwargs)
+        rule = rule_of(op, values)
+        assert rule is not None
+        for factor in choices(rule, TWO, "x"):
+            assert check(op, values, {factor: ("x",)}, TWO, floats=floats) == []
+
+
 def test_every_known_operator_is_tried() -> None:
     tried = {target for target, _, _ in EXAMPLES}
     assert known_targets() - tried == ELSEWHERE
