@@ -1,6 +1,6 @@
 """A layout of one operand -> the choice that gives it, so that an operator can follow the one before it without a move.
 
-The operand's dims and the layout's are both products, cut in different places: 32 rows over x meet (batch 4) (sequence 8). Factors
+Dims of operand and layout are both products, cut in different places: 32 rows over x meet (batch 4) (sequence 8). Factors
 of the rule are cut (`refine`) where the layout asks for it; a factor that must be a range or must be whole may refuse."""
 
 from __future__ import annotations
