@@ -33,8 +33,8 @@ from scrimp.rules import (
     rule_of,
 )
 from scrimp.rules import _localize as localizing
-from scrimp.rules._call import overload
 from scrimp.rules._pointwise import is_pointwise
+from scrimp.rules._schema_private import Argument, schema
 from tests.rule_examples import BOOLS, EXAMPLES, T, ids, made, t
 
 TWO, THREE, FOUR = Mesh({"x": 2}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2})
@@ -71,10 +71,20 @@ def test_an_operator_in_every_way_that_its_rule_allows(example: tuple[str, tuple
         assert check(op, values, split, mesh, sums=sums) == []
 
 
+@pytest.mark.parametrize("floats", ["float32", "bfloat16"])
+def test_parts_have_the_dtypes_of_the_whole(floats: str) -> None:
+    for target, args, kwargs in EXAMPLES:
+        op, values = made(target, *args, **kwargs)
+        rule = rule_of(op, values)
+        assert rule is not None
+        for factor in choices(rule, TWO, "x"):
+            assert check(op, values, {factor: ("x",)}, TWO, floats=floats) == []
+
+
 def test_every_known_operator_is_tried() -> None:
     tried = {target for target, _, _ in EXAMPLES}
     assert known_targets() - tried == ELSEWHERE
-    assert all(overload(target) is not None for target in known_targets())
+    assert all(schema(target) is not None for target in known_targets())
 
 
 def test_operators_whose_dims_are_all_whole_are_few() -> None:
@@ -99,6 +109,26 @@ def test_what_draws_or_writes_is_not_pointwise() -> None:
     assert not is_pointwise("aten.native_dropout.default")
     assert not is_pointwise("aten.no_such_thing.default")
     assert rule_of(*made("aten.nonzero.default", t(4, 6))) is None
+
+
+def test_private_names_of_torch() -> None:
+    """Says when what is known of operators can no longer be read."""
+    found = schema("aten.addmm.default")
+    assert found is not None
+    assert found.function is torch.ops.aten.addmm.default
+    assert [each.name for each in found.arguments] == ["self", "mat1", "mat2", "beta", "alpha"]
+    assert found.arguments[-1] == Argument(name="alpha", default=1, keyword=True)
+    for target, marks in {
+        "aten.add.Tensor": (True, False, False),
+        "aten.add_.Tensor": (True, False, True),
+        "aten.native_dropout.default": (False, True, False),
+        "aten.mm.default": (False, False, False),
+    }.items():
+        known = schema(target)
+        assert known is not None
+        assert (known.pointwise, known.draws, known.writes) == marks, target
+    assert schema("aten.no_such_thing.default") is None
+    assert schema("no_such_library.x.default") is None
 
 
 def wrong(rule: Rule, **factors: str) -> Rule:
@@ -286,7 +316,7 @@ def test_a_rule_for_an_unused_output_says_nothing() -> None:
 
 
 def test_rules_load_without_torch() -> None:
-    code = "from scrimp.rules import Rule, Factor, layouts, refine; import sys; assert 'torch' not in sys.modules"
+    code = "from scrimp.rules import Rule, follow, layouts, refine, simplest; import sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

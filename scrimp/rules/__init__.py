@@ -5,8 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from scrimp.rules._follow import follow
 from scrimp.rules._rule import FREE, INSIDE, SUM, WHOLE, Dims, Factor, Rule, Talk
-from scrimp.rules._split import Split, Sums, choices, factored_shape, fits, layouts, may_split, refine
+from scrimp.rules._split import Split, Sums, choices, factored_shape, fits, layouts, may_split, refine, simplest
 
 if TYPE_CHECKING:
     from scrimp.rules._check import check
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FREE", "INSIDE", "SUM", "WHOLE", "Dims", "Factor", "Rule", "Split", "Sums", "Talk", "check", "choices", "discover",
-    "factored_shape", "fits", "known_targets", "layouts", "localize", "may_split", "refine", "rule_of",
+    "factored_shape", "fits", "follow", "known_targets", "layouts", "localize", "may_split", "refine", "rule_of", "simplest",
 ]  # fmt: skip
 
 _WITH_TORCH = {

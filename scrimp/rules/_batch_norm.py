@@ -36,7 +36,8 @@ def _forward(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
         out = out * given["weight"].view(shape)
     if given["bias"] is not None:
         out = out + given["bias"].view(shape)
-    made = (out.to(given["input"].dtype), mean, inverse)
+    kept = _kept(given)
+    made = (out.to(given["input"].dtype), mean.to(kept), inverse.to(kept))
     if "functional" not in here.call.op.target:
         return made
     momentum, unbiased = given["momentum"], variance * (count / (count - 1))
@@ -58,8 +59,15 @@ def _backward(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     scale = inverse if given["weight"] is None else inverse * given["weight"]
     slope = (along * inverse * inverse / count).view(shape)
     gradient_x = ((gradient - (total / count).view(shape) - off * slope) * scale.view(shape)).to(given["input"].dtype)
-    kept = zip((gradient_x, along * inverse, total), given["output_mask"], strict=True)
-    return tuple(made if wanted else None for made, wanted in kept)
+    kept = _kept(given) if given["weight"] is None else given["weight"].dtype
+    made = (gradient_x, (along * inverse).to(kept), total.to(kept))
+    return tuple(each if wanted else None for each, wanted in zip(made, given["output_mask"], strict=True))
+
+
+def _kept(given: dict[str, Any]) -> torch.dtype:
+    """In which dtype torch keeps statistics: that of the weights, and on CUDA never less than float32."""
+    like = next(given[name] for name in ("weight", "bias", "running_mean", "input") if given.get(name) is not None)
+    return _high(like).dtype if like.is_cuda else like.dtype
 
 
 def _over(x: torch.Tensor) -> list[int]:

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from scrimp.capture._graph import Named, Op, Ref, Value
-
-
-@cache
-def overload(target: str) -> torch._ops.OpOverload | None:
-    """ "aten.mm.default" -> torch.ops.aten.mm.default; None if this torch has none."""
-    found: Any = torch.ops
-    for part in target.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
+from scrimp.rules._schema_private import schema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +59,9 @@ class At:
 
 def bind(op: Op, values: Mapping[str, Value] | None = None) -> Call | None:
     """None if torch has no such operator. Shapes are known only where values are given."""
-    found = overload(op.target)
+    found, inputs = schema(op.target), 0
     if found is None:
         return None
-    schema, inputs = found._schema.arguments, 0
 
     def placed(argument: Any) -> Any:
         nonlocal inputs
@@ -80,8 +70,8 @@ def bind(op: Op, values: Mapping[str, Value] | None = None) -> Call | None:
             return At(index=inputs - 1)
         return tuple(map(placed, argument)) if isinstance(argument, tuple) else argument
 
-    arguments = {of.name: of.default_value for of in schema}
-    for of, argument in zip(schema, op.args, strict=False):
+    arguments = {of.name: of.default for of in found.arguments}
+    for of, argument in zip(found.arguments, op.args, strict=False):
         arguments[of.name] = placed(argument)
     for name, argument in op.kwargs:
         arguments[name] = placed(argument)
@@ -96,11 +86,10 @@ def bind(op: Op, values: Mapping[str, Value] | None = None) -> Call | None:
 
 
 def call(target: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    found = overload(target)
+    found = schema(target)
     assert found is not None, target
-    positional = [arguments[of.name] for of in found._schema.arguments if not of.kwarg_only]
-    named = {of.name: arguments[of.name] for of in found._schema.arguments if of.kwarg_only}
-    made = found(*positional, **named)
+    positional = [arguments[of.name] for of in found.arguments if not of.keyword]
+    made = found.function(*positional, **{of.name: arguments[of.name] for of in found.arguments if of.keyword})
     return tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
 

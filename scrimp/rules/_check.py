@@ -59,7 +59,7 @@ def check(
     ]
     try:
         made = _run_all(call.op, rule, split, mesh, parts, device)
-    except (RuntimeError, IndexError, ValueError, BrokenBarrierError) as error:
+    except Exception as error:  # whatever it is, the rule is to blame: the whole ran
         return [f"{op.target}: a member failed: {error}"]
     joined: list[torch.Tensor | None] = []
     for index, (dims, layout) in enumerate(zip(rule.outputs, after, strict=True)):

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from scrimp.rules._call import Call, overload
+from scrimp.rules._call import Call
 from scrimp.rules._draft import REALS, Draft, broadcast, stretched
 from scrimp.rules._here import Here, family
 from scrimp.rules._rule import Rule
+from scrimp.rules._schema_private import schema
 
 # Not marked by torch, or composite in some version of it.
 UNMARKED = (
@@ -55,10 +56,8 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
 
 def is_pointwise(target: str) -> bool:
     """By torch's own mark. Not what draws, and not what writes into its operands."""
-    found = overload(target)
-    if found is None or found._schema.is_mutable or torch.Tag.nondeterministic_seeded in found.tags:
-        return False
-    return target in UNMARKED or torch.Tag.pointwise in found.tags
+    found = schema(target)
+    return found is not None and (found.pointwise or target in UNMARKED) and not found.writes and not found.draws
 
 
 def pointwise(call: Call) -> Rule:

@@ -60,7 +60,8 @@ def _whole_numbers(bound: Call, operator: str, name: str, shape: tuple[int, ...]
         spread = list(shape)
         spread[along] = limit
         return torch.rand(spread, generator=generator).argsort(along).narrow(along, 0, shape[along])
-    return torch.randint(limit, shape, generator=generator)
+    backwards = "index" in operator and "dim" not in bound.arguments  # these also count from the end
+    return torch.randint(-limit if backwards else 0, limit, shape, generator=generator)
 
 
 def _limit(bound: Call, operator: str, shape: tuple[int, ...]) -> int:

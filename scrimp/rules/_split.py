@@ -96,3 +96,28 @@ def faults(rule: Rule, shapes: Sequence[Sequence[int]], made: Sequence[Sequence[
         if rule.factors[talk.factor].kind in (FREE, SUM, WHOLE):
             found.append(f"a talk about factor {talk.factor}, which is {rule.factors[talk.factor].kind}")
     return found
+
+
+def simplest(layout: Layout, sizes: Sequence[int], mesh: Mesh) -> tuple[Layout, tuple[int, ...]]:
+    """The one form of all layouts of a tensor that give every member the same elements, with the sizes of its factors: rows split
+    over x are the same as rows seen as batch times sequence, the batch split over x. Two rules that meet at a value agree where
+    these are equal."""
+    dims: list[tuple[str, ...]] = []
+    shape: list[int] = []
+    counts: list[int] = []
+    left = list(zip(layout.dims, sizes, strict=True))
+    for count in layout.factors or (1,) * len(layout.dims):
+        first = len(dims)
+        for axes, size in (left.pop(0) for _ in range(count)):
+            axes = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+            full = (
+                len(dims) > first and prod(map(mesh.axis_size, dims[-1])) == shape[-1]
+            )  # each member has one of the major factor
+            if len(dims) > first and (not axes or full or size == 1):
+                dims[-1], shape[-1] = (*dims[-1], *axes), shape[-1] * size
+            else:
+                dims.append(axes)
+                shape.append(size)
+        counts.append(len(dims) - first)
+    partial = tuple(axis for axis in layout.partial if mesh.axis_size(axis) > 1)
+    return Layout(dims=tuple(dims), partial=partial, factors=tuple(counts)), tuple(shape)
