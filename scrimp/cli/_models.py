@@ -58,7 +58,7 @@ def _hugging_face(folder: Path, batch: int, seq: int, settings: Sequence[str]) -
         setattr(config, name, value)
     config.use_cache = False
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     tokens = torch.zeros(batch, seq, dtype=torch.int64)
     return model, {"input_ids": tokens, "labels": tokens.clone()}
 

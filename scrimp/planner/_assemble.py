@@ -234,8 +234,9 @@ class Assembly:
             seconds = _table(there, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
             nbytes = _table(there, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
             self.sketch.pair_cost(*pair, (len(use.spans) + 1) * seconds)
-            for span in use.spans:
-                self.sketch.pair_hold(*pair, *map(self.parts[user].point, span), TEMPORARIES, nbytes)
+            for first_op, last_op in use.spans:
+                part = self.parts[user]
+                self.sketch.pair_hold(*pair, part.point(first_op), part.point(last_op), TEMPORARIES, nbytes)
 
     def _at_rest(self, option: Option, names: Sequence[str], gradients: Mapping[str, str], level: tuple[int, ...]) -> AtRest:
         used = []
