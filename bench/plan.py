@@ -1,0 +1,130 @@
+"""Plans beside known parallelisms, in one memory model: `make bench-plan`, or `python -m bench.plan [--model gpt-6b7]`.
+
+For every model and number of devices: scrimp's plan of the least memory, and the fastest within a tenth of it; Megatron-LM's
+tensor parallelism with and without sequence splitting and its distributed optimizer; data parallelism and ZeRO. All count 18
+bytes a parameter, keep what is saved, and recompute nothing. Peaks and seconds are predictions, for the cluster that is named.
+"Floor": every byte of that moment once, over all devices. Rows are in bench/results/plan/COMMIT.json, tables beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_results import RESULTS
+from bench.machine import machine
+from scrimp import Cluster, Mesh, PlanError, zoo
+from scrimp.planner import solve
+from scrimp.planner._answer import memory_of
+from scrimp.planner._assemble import Assembly
+from scrimp.planner._baselines import Baseline
+from scrimp.planner._problem import Problem
+from scrimp.planner._solve import Solution
+from scrimp.planner._states import NOTHING, STATES, WEIGHTS, precision_of
+from scrimp.planner.api import assembled, captured
+
+SIZES = {"gpt-2b7": (8, 32), "gpt-6b7": (8, 32), "gpt-13b": (8, 32)}
+TP = (8, 4, 2, 1)
+VOCAB = 50304
+LEAST, NEAR = "scrimp, least memory", "scrimp, within a tenth"
+
+
+def rows(name: str, devices: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """One sequence a device."""
+    precision = precision_of("megatron-bf16", "adamw")
+    assert precision is not None
+    with torch.device("meta"):
+        model = zoo.build(name, vocab=VOCAB)
+    start = time.perf_counter()
+    graph = captured(model, zoo.example_batch(name, devices, vocab=VOCAB), precision)
+    took = time.perf_counter() - start
+    seq = zoo.config(name).seq  # type: ignore[union-attr]
+    for tp in TP:
+        mesh = Mesh({"dp": devices // tp, "tp": tp})
+        start = time.perf_counter()
+        assembly, _ = assembled(graph, Cluster.preset(f"{devices}xA100-80"), mesh, precision)
+        problem = assembly.sketch.problem()
+        about = {
+            "model": name,
+            "devices": devices,
+            "mesh": str(mesh),
+            "capture_s": took,
+            "assemble_s": time.perf_counter() - start,
+        }
+        for contender, found in contenders(assembly, problem, devices, seq, seconds):
+            memory = memory_of(assembly, found)
+            yield {
+                **about,
+                "contender": contender,
+                "peak_nbytes": found.peak_nbytes,
+                "floor_nbytes": memory.floor_nbytes,
+                "kinds": {kind.kind: kind.nbytes for kind in memory.kinds},
+                "redundant": {kind.kind: kind.redundant_nbytes for kind in memory.kinds},
+                "seconds": found.seconds,
+                "gap": found.gap,
+                "solve_s": found.spent_seconds,
+            }
+
+
+def contenders(assembly: Assembly, problem: Problem, batch: int, seq: int, seconds: float) -> Iterator[tuple[str, Solution]]:
+    tp = assembly.moves.mesh.axis_size("tp")
+    yield LEAST, solve(problem, seconds=seconds)
+    yield NEAR, solve(problem, seconds=seconds, slack=0.1)
+    sides = {"": (False, NOTHING), ", SP": (True, NOTHING), ", SP, distributed optimizer": (True, STATES)}
+    known = {f"Megatron TP{tp}{name}": ("tp", *how) for name, how in sides.items()}
+    if assembly.moves.mesh.axis_size("dp") == batch:
+        known = {"data parallel": (None, False, NOTHING), "ZeRO-1": (None, False, STATES), "ZeRO-3": (None, False, WEIGHTS)}
+    for name, (axis, sequence, shared) in known.items():
+        one = Baseline(batch=batch, seq=seq, dp="dp", tp=axis, sequence=sequence, shared=shared)
+        try:
+            yield name, solve(one.restrict(assembly, problem), objective="time", seconds=seconds)
+        except PlanError as error:
+            print(f"{name}: {error}", flush=True)
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    least = min(row["peak_nbytes"] for row in found if row["contender"] == LEAST)
+    lines = [
+        f"{found[0]['model']}, {found[0]['devices']} devices, a sequence each:",
+        "",
+        "| plan | mesh | peak GiB | least is lower by | above its floor | step s | gap | capture, draw up, solve s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        lines.append(
+            f"| {row['contender']} | {row['mesh']} | {row['peak_nbytes'] / 2**30:.2f} | {1 - least / row['peak_nbytes']:.1%} "
+            f"| {row['peak_nbytes'] / row['floor_nbytes'] - 1:.1%} | {row['seconds']:.3f} | {row['gap']:.2%} "
+            f"| {row['capture_s']:.1f}, {row['assemble_s']:.1f}, {row['solve_s']:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[*SIZES], action="append", help="these alone")
+    parser.add_argument("--devices", type=int, action="append", help="these alone")
+    parser.add_argument("--seconds", type=float, default=60, help="for one solution, at most")
+    parser.add_argument("--results", type=Path, default=RESULTS / "plan", help="the folder to write to")
+    args = parser.parse_args(arguments)
+    here = machine()
+    args.results.mkdir(parents=True, exist_ok=True)
+    path = args.results / f"{here['commit'].partition(',')[0]}.json"
+    every, pages = [], []
+    for name in args.model or SIZES:
+        for devices in args.devices or SIZES[name]:
+            found = [*rows(name, devices, args.seconds)]
+            every += found
+            pages.append(table(found))
+            print(pages[-1], flush=True)
+            path.write_text(json.dumps({"machine": here, "rows": every}, indent=1))
+            path.with_suffix(".md").write_text("# make bench-plan\n\n" + "\n".join(pages))
+
+
+if __name__ == "__main__":
+    main()
