@@ -121,6 +121,21 @@ class Mixed(nn.Module):
         return x + torch.tanh(y)
 
 
+class SharedActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        act = nn.GELU()
+        self.first = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8)) for _ in range(4))
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x).square().mean()
+
+
 def case(model: Callable[[], nn.Module], width: int) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     return model(), {"x": torch.randn(3, width)}
@@ -128,7 +143,7 @@ def case(model: Callable[[], nn.Module], width: int) -> tuple[nn.Module, dict[st
 
 @pytest.mark.parametrize(
     ("model", "width", "layers", "graphs"),
-    [(Chain, 5, 7, 3), (Sharing, 8, 4, 3), (Twice, 8, 5, 4), (Experts, 8, 4, 3)],
+    [(Chain, 5, 7, 3), (SharedActivation, 5, 6, 3), (Sharing, 8, 4, 3), (Twice, 8, 5, 4), (Experts, 8, 4, 3)],
 )
 def test_odd_models_run_as_they_do(model: Callable[[], nn.Module], width: int, layers: int, graphs: int) -> None:
     made, batch = case(model, width)

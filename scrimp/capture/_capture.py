@@ -212,16 +212,25 @@ class _Capture:
         """Nodes that no module is known for stand with the one before."""
         paths: list[str] = []
         for node in nodes:
-            known = [self.paths[number] for number in modules_of(node) if number in self.paths]
-            paths.append(known[-1] if known else paths[-1] if paths else "")
+            known = self._path(node)
+            paths.append(known if known is not None else paths[-1] if paths else "")
         return paths
+
+    def _path(self, node: fx.Node) -> str | None:
+        """Of the module that a node was made in. One that several modules share (an activation) has the path of the first of
+        them, wherever it is called: it is left out."""
+        found: str | None = None
+        for number in modules_of(node):
+            path = self.paths.get(number)
+            if path is not None and (not found or path == found or path.startswith(f"{found}.")):
+                found = path
+        return found
 
     def where(self, node: fx.Node) -> str:
         """Of a node that says nothing of itself, where the next is that does."""
         while not node.meta.get("stack_trace") and node.next.op != "root":
             node = node.next
-        known = [self.paths[number] for number in modules_of(node) if number in self.paths]
-        return _place(known[-1] if known else "", line_of(node.meta.get("stack_trace")))
+        return _place(self._path(node) or "", line_of(node.meta.get("stack_trace")))
 
 
 def _holds_line(function: Any, frame: Frame) -> bool:
