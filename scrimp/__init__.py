@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scrimp.engine._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
     from scrimp.engine._metrics import read_metrics as read_metrics
     from scrimp.engine._progress import Progress as Progress
+    from scrimp.errors import CaptureError as CaptureError
     from scrimp.errors import CheckpointError as CheckpointError
     from scrimp.errors import FitError as FitError
     from scrimp.errors import LayoutError as LayoutError
@@ -37,6 +38,7 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "AdamW": "scrimp.chunks._optim",
+    "CaptureError": "scrimp.errors",
     "CheckpointError": "scrimp.errors",
     "Cluster": "scrimp.cluster",
     "Dense": "scrimp.exchange",

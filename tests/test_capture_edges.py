@@ -152,6 +152,13 @@ def test_odd_models_run_as_they_do(model: Callable[[], nn.Module], width: int, l
     assert_runs_like(made, batch, graph)
 
 
+def test_a_residual_sum_outside_of_the_block_belongs_to_it() -> None:
+    made, batch = case(SharedActivation, 5)
+    graph = capture(made, tuple(batch.values()))
+    assert [layer.path for layer in graph.layers] == ["first", *(f"blocks.{k}" for k in range(4)), ""]
+    assert [len(layer.inputs) for layer in graph.layers] == [1] * 6
+
+
 def test_borders_share_no_bytes() -> None:
     made, _ = case(Views, 4)
     batch = {"x": torch.randn(4, 4)}
@@ -268,9 +275,12 @@ def test_what_cannot_be_captured_is_refused_by_name(function: Callable[[Any, Ten
 
 
 def test_a_number_made_a_tensor_is_an_operator() -> None:
-    graph = odd(lambda odd, x: x * torch.tensor(2.0) * odd.weight)
+    model = Odd(lambda odd, x: (x * torch.tensor(2.0) * odd.weight).sum())
+    batch = {"x": torch.randn(3, 4)}
+    graph = capture(model, (), batch)
     (op,) = [op for op in graph.graphs[0].ops if op.target == "aten.full.default"]
     assert op.args == ((), 2.0)
+    assert_runs_like(model, batch, graph)
 
 
 def test_attributes_that_forward_sets_are_told() -> None:

@@ -9,7 +9,7 @@ from scrimp.capture._joint_private import is_view
 
 aten = torch.ops.aten
 
-_NAMES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_NAMES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}  # nobody writes here
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _ZERO = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}
 _ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}

@@ -44,7 +44,8 @@ class Splitter:
         self.nodes, self.owned = nodes, owned
         self.paths = [tuple(path.split(".")) if path else () for path in paths]
         self.widths = _widths(nodes)
-        self.keys: dict[Span, Hashable] = {}
+        self.keys: dict[Span, int] = {}
+        self.numbers: dict[Hashable, int] = {}  # of the keys, which are long
 
     def split(self) -> list[Piece]:
         pieces = self._join(self._below((), 0, len(self.nodes), math.inf))
@@ -75,7 +76,7 @@ class Splitter:
 
     def _extended(self, runs: list[Run], alike: set[Span], limit: float) -> tuple[list[Run], set[Span]]:
         """Calls that the module itself makes behind each of the alike (a residual sum) belong to them."""
-        groups: dict[Hashable, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for k, (_, start, end) in enumerate(runs):
             if (start, end) in alike:
                 groups.setdefault(self._key(start, end), []).append(k)
@@ -84,7 +85,7 @@ class Splitter:
             room = min(self._own_calls(runs, k) for k in group)
             for more in range(room, 0, -1):
                 spans = [(runs[k][1], runs[k][2] + more) for k in group]
-                if len({self._key(*span) for span in spans}) == 1 and all(self.widths[end] <= limit for _, end in spans):
+                if len({self._key(*span) for span in spans}) == 1 and all(self._may_cut(end, limit) for _, end in spans):
                     for k in group:
                         longer[k] = more
                     break
@@ -117,12 +118,15 @@ class Splitter:
         for child, group in groupby(range(first, last), child_of):
             ks = list(group)
             start, end = ks[0], ks[-1] + 1
-            if runs and (self.widths[start] > limit or self.widths[start] == math.inf):
+            if runs and not self._may_cut(start, limit):
                 before = runs.pop()
                 runs.append((None if before[0] != child else child, before[1], end))
             else:
                 runs.append((child, start, end))
         return runs
+
+    def _may_cut(self, place: int, limit: float) -> bool:
+        return self.widths[place] <= limit and self.widths[place] != math.inf
 
     def _join(self, pieces: list[Piece]) -> list[Piece]:
         """Pieces that are no members with their neighbours; those without parameters with the layer before, the first ones
@@ -167,9 +171,11 @@ class Splitter:
         counts = Counter(keys.values())
         return {span for span, found in keys.items() if counts[found] > 1}
 
-    def _key(self, first: int, last: int) -> Hashable:
+    def _key(self, first: int, last: int) -> int:
+        """Equal where stretches are alike."""
         if (first, last) not in self.keys:
-            self.keys[first, last] = key(stretch(self.nodes[first:last]), self.owned)
+            found = key(stretch(self.nodes[first:last]), self.owned)
+            self.keys[first, last] = self.numbers.setdefault(found, len(self.numbers))
         return self.keys[first, last]
 
     def _has_parameters(self, piece: Piece) -> bool:
