@@ -295,6 +295,11 @@ def test_attributes_that_forward_sets_are_told() -> None:
         capture(Sharing(), (torch.randn(3, 8),))  # it writes into its buffers, which the graph does too
 
 
+def test_a_loss_that_is_cast_to_what_it_is() -> None:
+    model, batch = Odd(lambda odd, x: (x * odd.weight).sum().float()), {"x": torch.randn(3, 4)}
+    assert_runs_like(model, batch, capture(model, (), batch))
+
+
 @pytest.mark.parametrize(("result", "got"), [(lambda x: x, r"a tensor of shape \(3, 4\)"), (lambda x: {"logits": x}, "no loss")])
 def test_a_loss_is_a_scalar(result: Callable[[Tensor], Any], got: str) -> None:
     class Model(nn.Linear):
