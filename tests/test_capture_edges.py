@@ -62,21 +62,31 @@ class Sharing(nn.Module):
         return (x * y * z).sum()
 
 
-class Views(nn.Module):
-    """What crosses is a view of an input, and another view of the same."""
+class Pair(nn.Module):
+    """Gives out a tensor and a view: of that tensor, or of what came in."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_input: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+        self.of_input = of_input
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        made = left * 2 + self.down(torch.tanh(self.up(right.t())))
+        return made, (left if self.of_input else made).t()
+
+
+class Pairs(nn.Module):
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair(of_input) for _ in range(4))
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        left, right = x.t(), x[1:]
-        total = left.sum()
+        left, right = self.first(x), x.t()
         for block in self.blocks:
-            left, right = block(right), left.t()[1:]
-            total = total + left.sum() * right.mean()
-            left = torch.cat([left, left[:1]]).t()
-        return total
+            left, right = block(left, right)
+        return (self.last(left) * right.mean()).sum()
 
 
 class Twice(nn.Module):
@@ -121,6 +131,21 @@ class Mixed(nn.Module):
         return x + torch.tanh(y)
 
 
+class SharedActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        act = nn.GELU()
+        self.first = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8)) for _ in range(4))
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x).square().mean()
+
+
 def case(model: Callable[[], nn.Module], width: int) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     return model(), {"x": torch.randn(3, width)}
@@ -128,7 +153,7 @@ def case(model: Callable[[], nn.Module], width: int) -> tuple[nn.Module, dict[st
 
 @pytest.mark.parametrize(
     ("model", "width", "layers", "graphs"),
-    [(Chain, 5, 7, 3), (Sharing, 8, 4, 3), (Twice, 8, 5, 4), (Experts, 8, 4, 3)],
+    [(Chain, 5, 7, 3), (SharedActivation, 5, 6, 3), (Sharing, 8, 4, 3), (Twice, 8, 5, 4), (Experts, 8, 4, 3)],
 )
 def test_odd_models_run_as_they_do(model: Callable[[], nn.Module], width: int, layers: int, graphs: int) -> None:
     made, batch = case(model, width)
@@ -137,15 +162,26 @@ def test_odd_models_run_as_they_do(model: Callable[[], nn.Module], width: int, l
     assert_runs_like(made, batch, graph)
 
 
-def test_borders_share_no_bytes() -> None:
-    made, _ = case(Views, 4)
-    batch = {"x": torch.randn(4, 4)}
-    graph = capture(made, (batch["x"],))
-    assert_runs_like(made, batch, graph)
+def test_a_residual_sum_outside_of_the_block_belongs_to_it() -> None:
+    made, batch = case(SharedActivation, 5)
+    graph = capture(made, tuple(batch.values()))
+    assert [layer.path for layer in graph.layers] == ["first", *(f"blocks.{k}" for k in range(4)), ""]
+    assert [len(layer.inputs) for layer in graph.layers] == [1] * 6
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+def test_borders_share_no_bytes(of_input: bool) -> None:
+    """Autograd would give no gradient to the view."""
+    made, batch = case(lambda: Pairs(of_input), 4)
+    graph = capture(made, tuple(batch.values()))
+    assert [layer.path for layer in graph.layers[1:-1]] == [f"blocks.{k}" for k in range(4)]
+    block = graph.graphs[graph.layers[2].graph]
+    assert len(block.outputs) == len(block.tangents) == 2
     for each in graph.graphs:
         storage = {value.name: value.storage for value in each.values}
         borders = [storage[name] for name in (*each.inputs, *each.outputs)]
         assert len({*borders}) == len(borders)
+    assert_runs_like(made, batch, graph)
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:
@@ -253,9 +289,12 @@ def test_what_cannot_be_captured_is_refused_by_name(function: Callable[[Any, Ten
 
 
 def test_a_number_made_a_tensor_is_an_operator() -> None:
-    graph = odd(lambda odd, x: x * torch.tensor(2.0) * odd.weight)
+    model = Odd(lambda odd, x: (x * torch.tensor(2.0) * odd.weight).sum())
+    batch = {"x": torch.randn(3, 4)}
+    graph = capture(model, (), batch)
     (op,) = [op for op in graph.graphs[0].ops if op.target == "aten.full.default"]
     assert op.args == ((), 2.0)
+    assert_runs_like(model, batch, graph)
 
 
 def test_attributes_that_forward_sets_are_told() -> None:
@@ -268,6 +307,11 @@ def test_attributes_that_forward_sets_are_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(Sharing(), (torch.randn(3, 8),))  # it writes into its buffers, which the graph does too
+
+
+def test_a_loss_that_is_cast_to_what_it_is() -> None:
+    model, batch = Odd(lambda odd, x: (x * odd.weight).sum().float()), {"x": torch.randn(3, 4)}
+    assert_runs_like(model, batch, capture(model, (), batch))
 
 
 @pytest.mark.parametrize(("result", "got"), [(lambda x: x, r"a tensor of shape \(3, 4\)"), (lambda x: {"logits": x}, "no loss")])

@@ -43,9 +43,7 @@ def test_layers_that_run_give_the_model_s_loss_and_gradients(family: str) -> Non
     assert_runs_like(model, batch, graph)
 
 
-@pytest.mark.parametrize(
-    "family", [*models.FAMILIES[:2], *(pytest.param(f, marks=pytest.mark.full) for f in models.FAMILIES[2:])]
-)
+@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(family, marks=pytest.mark.full) for family in models.FAMILIES[1:])])
 def test_depth_makes_no_graphs(family: str) -> None:
     model, batch, graph = case(family, 12)
     if family == "resnet":  # a stage's first block differs from its others, of which there now are several
@@ -77,11 +75,10 @@ def test_a_causal_mask_is_made_only_for_batches_that_need_one() -> None:
 
 
 def test_a_sliding_window_keeps_its_mask() -> None:
-    settings = {**hf_jobs.LLAMA, "vocab_size": hf_jobs.VOCAB, "head_dim": 8, "sliding_window": 8}
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**settings))
+    settings = {**hf_jobs.LLAMA, "vocab_size": hf_jobs.VOCAB, "sliding_window": 8}
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**settings))
     batch = models.batch("llama")
     graph = capture(model, (), batch)
-    assert counts(graph)[:2] == (4, 3)  # one block has the window and one not: they differ in the mask that comes in
     assert masks(graph) == [(2, 1, hf_jobs.SEQ, hf_jobs.SEQ)]
     assert_runs_like(model, batch, graph)
 

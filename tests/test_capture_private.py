@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, fx, nn
 
 from scrimp.capture import _dynamo_private as door
-from scrimp.capture._joint_private import FakeTensorMode, describe, is_backward, sequence_number, trace_joint
+from scrimp.capture._joint_private import FakeTensorMode, describe, is_backward, is_view, sequence_number, trace_joint
 
 
 class Model(nn.Module):
@@ -94,3 +94,17 @@ def test_fakes_know_their_storage() -> None:
     with FakeTensorMode():
         x = torch.empty(2, 3)
         assert door.storage_of(x) == door.storage_of(x.t()) != door.storage_of(x.clone())
+
+
+def test_schemas_say_what_is_a_view() -> None:
+    aten = torch.ops.aten
+    views = [
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.t.default,
+        aten.split.Tensor,
+        aten.unbind.int,
+        aten.expand.default,
+    ]
+    assert all(is_view(target) for target in views)
+    assert not any(is_view(target) for target in (aten.mm.default, aten.clone.default, aten.add_.Tensor, operator.getitem))

@@ -13,7 +13,6 @@ All but `trace` works on one layer of each class, so that depth costs Dynamo's t
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -23,11 +22,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from scrimp.capture._clean import WAY_OUT, clean, tensor_of
-from scrimp.capture._dynamo_private import Frame, Refused, line_of, modules_of, storage_of, trace
+from scrimp.capture._dynamo_private import Refused, line_of, storage_of, trace
 from scrimp.capture._graph import BORDER, BUFFER, PARAMETER, Graph, Layer, LayerGraph, Parameter, Source, Value
 from scrimp.capture._joint_private import FakeTensorMode, trace_joint
 from scrimp.capture._layer_graph import Input, layer_graph
 from scrimp.capture._piece import Piece, piece
+from scrimp.capture._places import Places, named
 from scrimp.capture._split import Splitter
 from scrimp.capture._stand_ins import batch_names, dtype_name, fake, parameters_of, stand_ins
 from scrimp.capture._stretch import Stretch, key, stretch
@@ -60,7 +60,7 @@ class _Capture:
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.model = model
         self.mode = FakeTensorMode()
-        self.paths = {id(module): name for name, module in model.named_modules()}
+        self.places = Places(model)
         self.names = batch_names(model, args, kwargs)
         self.given = dict(zip(self.names, _tensors((tuple(args), dict(kwargs))), strict=True))
         # A fake of its own for every tensor: one that is given twice, as tokens and as labels, is two tensors of the batch.
@@ -74,10 +74,10 @@ class _Capture:
             holders = [node for node in module.graph.nodes if node.op == "placeholder"]
             owned = {node: known[id(tensor)] for node, tensor in zip(holders, tensors, strict=True) if id(tensor) in known}
             batch = self._batch(holders, tensors, owned)
+            clean(module.graph, self.places.of, _way_out(self.model))
             loss = self._loss(module.graph)
-            clean(module.graph, self.where, _way_out(self.model))
             nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-            parts = Splitter(nodes, self._node_paths(nodes), owned).split()
+            parts = Splitter(nodes, self.places.paths(nodes), owned).split()
             stretches = [stretch(nodes[part.first : part.last]) for part in parts]
             graph = self._graph([part.path for part in parts], stretches, module, owned, batch, loss)
         self._warn(effects, graph)
@@ -100,20 +100,11 @@ class _Capture:
         try:
             module, tensors, effects = trace(_Loss(self.model), (self.args, self.kwargs))
         except Refused as error:
-            line = str(error.frames[-1]) if error.frames else "?"
             raise CaptureError(
-                f"{_place(self._module_at(error.frames), line)}: the forward depends on the values of tensors, or does what "
+                f"{self.places.at(error.frames)}: the forward depends on the values of tensors, or does what "
                 f"cannot be traced ({error.reason}); {_way_out(self.model)}"
             ) from error
         return module, tensors, effects
-
-    def _module_at(self, frames: Sequence[Frame]) -> str:
-        """The first module whose forward holds the innermost line that any does; trouble is met at the first."""
-        for frame in reversed(frames):
-            for path, module in self.model.named_modules():
-                if _holds_line(inspect.unwrap(type(module).forward), frame):
-                    return str(path)
-        return ""
 
     def _batch(self, holders: list[fx.Node], tensors: list[Tensor], owned: Mapping[fx.Node, Parameter]) -> dict[fx.Node, str]:
         names = {id(leaf): name for name, leaf in zip(self.names, _tensors((self.args, self.kwargs)), strict=True)}
@@ -132,7 +123,7 @@ class _Capture:
         (output,) = graph.find_nodes(op="output")
         nodes = [node for node in pytree.tree_leaves(output.args) if isinstance(node, fx.Node)]
         loss = tensor_of(nodes[0]) if len(nodes) == 1 else None
-        if loss is None or loss.numel() != 1 or not loss.requires_grad:
+        if loss is None or loss.numel() != 1 or not loss.requires_grad or nodes[0].op == "placeholder":
             got = "no loss" if loss is None or loss.numel() == 0 else f"a tensor of shape {tuple(loss.shape)}"
             raise CaptureError(
                 f"{type(self.model).__name__} must return a scalar loss that depends on its parameters, or an object or a dict "
@@ -160,7 +151,7 @@ class _Capture:
                 cut = piece(part, module, owned, self.mode)
                 self._check_writes(part, cut.written, owned, stretches)
                 inputs = [_input(node, path, owned, batch) for node in part.inputs]
-                graphs.append(layer_graph(self._joint(cut, path, part), inputs, self.where))
+                graphs.append(layer_graph(self._joint(cut, path, part), inputs, self.places.of))
                 written.append(cut.written)
             else:
                 self._check_writes(part, written[found], owned, stretches)
@@ -190,7 +181,7 @@ class _Capture:
         except Exception as error:  # of as many kinds as there are operators
             line = line_of(part.nodes[0].meta.get("stack_trace"))
             raise CaptureError(
-                f"{_place(path, line)} and behind: the layer's backward cannot be traced "
+                f"{named(path)}, {line} and behind: the layer's backward cannot be traced "
                 f"without data ({type(error).__name__}: {str(error).partition(chr(10))[0]}); {_way_out(self.model)}"
             ) from error
 
@@ -198,6 +189,8 @@ class _Capture:
         self, part: Stretch, written: frozenset[int], owned: Mapping[fx.Node, Parameter], stretches: Sequence[Stretch]
     ) -> None:
         """Writing into what another layer made is fine if nobody reads its old bytes later, not through a view either."""
+        if not written:
+            return
         index = next(k for k, each in enumerate(stretches) if each is part)
         new = {node for each in stretches[index:] for node in each.nodes}
         later = {node for each in stretches[index + 1 :] for node in each.inputs if node not in new}
@@ -206,30 +199,7 @@ class _Capture:
             if node in owned or any(_share(node, each) for each in later):
                 what = f"the parameter {owned[node].name}" if node in owned else f"'{node.name}', which other layers read later,"
                 writer = next(each for each in part.nodes if node in each.all_input_nodes)
-                raise CaptureError(f"{self.where(writer)}: {what} is written into in place; write into a copy, or {WAY_OUT}")
-
-    def _node_paths(self, nodes: Sequence[fx.Node]) -> list[str]:
-        """Nodes that no module is known for stand with the one before."""
-        paths: list[str] = []
-        for node in nodes:
-            known = [self.paths[number] for number in modules_of(node) if number in self.paths]
-            paths.append(known[-1] if known else paths[-1] if paths else "")
-        return paths
-
-    def where(self, node: fx.Node) -> str:
-        """Of a node that says nothing of itself, where the next is that does."""
-        while not node.meta.get("stack_trace") and node.next.op != "root":
-            node = node.next
-        known = [self.paths[number] for number in modules_of(node) if number in self.paths]
-        return _place(known[-1] if known else "", line_of(node.meta.get("stack_trace")))
-
-
-def _holds_line(function: Any, frame: Frame) -> bool:
-    code = getattr(function, "__code__", None)
-    if code is None or code.co_filename != frame.file:
-        return False
-    lines = [line for _, _, line in code.co_lines() if line is not None]
-    return bool(min(lines) <= frame.line <= max(lines))
+                raise CaptureError(f"{self.places.of(writer)}: {what} is written into in place; write into a copy, or {WAY_OUT}")
 
 
 def _tensors(tree: object) -> list[Tensor]:
@@ -239,10 +209,6 @@ def _tensors(tree: object) -> list[Tensor]:
 def _share(one: fx.Node, two: fx.Node) -> bool:
     left, right = tensor_of(one), tensor_of(two)
     return left is not None and right is not None and storage_of(left) == storage_of(right)
-
-
-def _place(path: str, line: str) -> str:
-    return f"{path or 'the model'}, {line}"
 
 
 def _way_out(model: nn.Module) -> str:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from scrimp.capture._joint_private import is_view
+
 aten = torch.ops.aten
 
-_NAMES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_NAMES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}  # nobody writes here
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _ZERO = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}
 _ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
-
-
-def is_view(target: object) -> bool:
-    """Whether what it gives are the bytes of its first argument. `_unsafe_view` only promises that nobody will notice."""
-    return target is aten._unsafe_view.default or bool(getattr(target, "is_view", False))
 
 
 def fold(graph: fx.Graph) -> None:

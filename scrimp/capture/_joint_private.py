@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -21,7 +22,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["FakeTensorMode", "Joint", "describe", "is_backward", "sequence_number", "trace_joint"]
+__all__ = ["FakeTensorMode", "Joint", "describe", "is_backward", "is_view", "sequence_number", "trace_joint"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +84,13 @@ def sequence_number(node: fx.Node) -> int | None:
     operator records nothing, it is a number left over from another operator."""
     number = node.meta.get("seq_nr")
     return None if number is None else int(number)
+
+
+def is_view(target: object) -> bool:
+    """Whether what an operator gives are the bytes of its first argument, as its schema says. `_unsafe_view` does not say so:
+    it promises only that nobody will notice."""
+    if target is torch.ops.aten._unsafe_view.default:
+        return True
+    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else []
+    shared = [argument.alias_info for argument in arguments if argument.alias_info is not None]
+    return bool(shared) and not any(alias.is_write for alias in shared)

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from scrimp.capture._cells import cells, owners
 from scrimp.capture._flops import flops
-from scrimp.capture._fold import fold, is_view
+from scrimp.capture._fold import fold
 from scrimp.capture._graph import MADE, TANGENT, LayerGraph, Named, Op, Ref, Value
-from scrimp.capture._joint_private import describe, is_backward
+from scrimp.capture._joint_private import describe, is_backward, is_view
 from scrimp.capture._stand_ins import dtype_name
 from scrimp.errors import CaptureError
 

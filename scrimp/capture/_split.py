@@ -25,6 +25,9 @@ from scrimp.capture._dynamo_private import grad_switch
 from scrimp.capture._graph import Parameter
 from scrimp.capture._stretch import key, stretch
 
+Span = tuple[int, int]
+Run = tuple[str | None, int, int]  # the child whose calls these are, None for the module's own; first, and behind the last
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -41,7 +44,8 @@ class Splitter:
         self.nodes, self.owned = nodes, owned
         self.paths = [tuple(path.split(".")) if path else () for path in paths]
         self.widths = _widths(nodes)
-        self.keys: dict[tuple[int, int], Hashable] = {}
+        self.keys: dict[Span, int] = {}
+        self.numbers: dict[Hashable, int] = {}  # of the keys, which are long
 
     def split(self) -> list[Piece]:
         pieces = self._join(self._below((), 0, len(self.nodes), math.inf))
@@ -57,6 +61,7 @@ class Splitter:
             return whole
         listed = all(child is None or child.isdigit() for child, _, _ in runs)
         alike = self._repeated([(start, end) for _, start, end in runs if listed or self._is_compound(start, end)])
+        runs, alike = self._extended(runs, alike, limit)
         pieces: list[Piece] = []
         for child, start, end in runs:
             if child is None:
@@ -65,15 +70,43 @@ class Splitter:
             inner = self.widths[start] if listed or (start, end) in alike else limit
             below = self._below((*path, child), start, end, inner)
             member = len(below) == 1 and (listed or (start, end) in alike)
-            pieces += [replace(below[0], member=True)] if member else below
+            pieces += [replace(below[0], path=self._path(start, end, (*path, child)), member=True)] if member else below
         cut = any(child is not None and (start, end) in alike for child, start, end in runs)
         return pieces if cut or len(pieces) > len(runs) else whole
+
+    def _extended(self, runs: list[Run], alike: set[Span], limit: float) -> tuple[list[Run], set[Span]]:
+        """Calls that the module itself makes behind each of the alike (a residual sum) belong to them."""
+        groups: dict[int, list[int]] = {}
+        for k, (_, start, end) in enumerate(runs):
+            if (start, end) in alike:
+                groups.setdefault(self._key(start, end), []).append(k)
+        longer = [0] * len(runs)
+        for group in groups.values():
+            room = min(self._own_calls(runs, k) for k in group)
+            for more in range(room, 0, -1):
+                spans = [(runs[k][1], runs[k][2] + more) for k in group]
+                if len({self._key(*span) for span in spans}) == 1 and all(self._may_cut(end, limit) for _, end in spans):
+                    for k in group:
+                        longer[k] = more
+                    break
+        made: list[Run] = []
+        for k, (child, start, end) in enumerate(runs):
+            start += longer[k - 1] if k else 0
+            if start < end + longer[k]:
+                made.append((child, start, end + longer[k]))
+        stretched = {(start, end + longer[k]) for k, (_, start, end) in enumerate(runs) if (start, end) in alike}
+        return made, stretched
+
+    def _own_calls(self, runs: list[Run], k: int) -> int:
+        if k + 1 == len(runs) or runs[k + 1][0] is not None or self._holds_parameters(*runs[k + 1][1:]):
+            return 0
+        return runs[k + 1][2] - runs[k + 1][1]
 
     def _is_compound(self, first: int, last: int) -> bool:
         """Whether several modules with parameters are in it: two norms of a model may be alike, but are no layers."""
         return len({self.paths[k] for k in range(first, last) if self._holds_parameters(k, k + 1)}) > 1
 
-    def _runs(self, path: tuple[str, ...], first: int, last: int, limit: float) -> list[tuple[str | None, int, int]]:
+    def _runs(self, path: tuple[str, ...], first: int, last: int, limit: float) -> list[Run]:
         """Neighbours below the same child, joined where a cut between them would be too wide."""
         depth = len(path)
 
@@ -81,16 +114,19 @@ class Splitter:
             below = self.paths[k]
             return below[depth] if below[:depth] == path and len(below) > depth else None
 
-        runs: list[tuple[str | None, int, int]] = []
+        runs: list[Run] = []
         for child, group in groupby(range(first, last), child_of):
             ks = list(group)
             start, end = ks[0], ks[-1] + 1
-            if runs and (self.widths[start] > limit or self.widths[start] == math.inf):
+            if runs and not self._may_cut(start, limit):
                 before = runs.pop()
                 runs.append((None if before[0] != child else child, before[1], end))
             else:
                 runs.append((child, start, end))
         return runs
+
+    def _may_cut(self, place: int, limit: float) -> bool:
+        return self.widths[place] <= limit and self.widths[place] != math.inf
 
     def _join(self, pieces: list[Piece]) -> list[Piece]:
         """Pieces that are no members with their neighbours; those without parameters with the layer before, the first ones
@@ -121,21 +157,25 @@ class Splitter:
         pieces = self._join([replace(atom, member=(atom.first, atom.last) in again) for atom in atoms])
         return pieces if self._repeat(pieces) else [Piece(path="", first=0, last=len(self.nodes), member=True)]
 
-    def _path(self, first: int, last: int) -> str:
-        return functools.reduce(_common, (".".join(path) for path in self.paths[first:last]))
+    def _path(self, first: int, last: int, below: tuple[str, ...] = ()) -> str:
+        """Of the innermost module that holds all the calls, of those that a module holds."""
+        inside = [".".join(path) for path in self.paths[first:last] if path[: len(below)] == below]
+        return functools.reduce(_common, inside)
 
     def _repeat(self, pieces: Sequence[Piece]) -> bool:
         return bool(self._repeated([(piece.first, piece.last) for piece in pieces]))
 
-    def _repeated(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    def _repeated(self, spans: Sequence[Span]) -> set[Span]:
         """Those with parameters whose like is among them."""
         keys = {span: self._key(*span) for span in spans if self._holds_parameters(*span)}
         counts = Counter(keys.values())
         return {span for span, found in keys.items() if counts[found] > 1}
 
-    def _key(self, first: int, last: int) -> Hashable:
+    def _key(self, first: int, last: int) -> int:
+        """Equal where stretches are alike."""
         if (first, last) not in self.keys:
-            self.keys[first, last] = key(stretch(self.nodes[first:last]), self.owned)
+            found = key(stretch(self.nodes[first:last]), self.owned)
+            self.keys[first, last] = self.numbers.setdefault(found, len(self.numbers))
         return self.keys[first, last]
 
     def _has_parameters(self, piece: Piece) -> bool:
