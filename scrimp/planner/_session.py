@@ -121,15 +121,17 @@ class _Question:
         return self.found(proven=not self.relax() or self.branch())
 
     def units(self) -> dict[str, float]:
-        """Those in which what is asked for is some 1,000."""
+        """Those in which what is asked for is some 1,000; where nothing is known of it, the most that there can be."""
         reduced, caps = self.session.reduced, self.caps()
-        slowest = reduced.seconds + sum(float(node.seconds.max()) for node in reduced.nodes)
-        ranges = {
-            PEAK: caps[PEAK] - int(reduced.floor.max()),
-            HELD: caps[HELD] - reduced.held,
-            SECONDS: caps[SECONDS] if caps[SECONDS] < math.inf else slowest,
+        parts = [*reduced.nodes, *(link.costs for link in reduced.links)]
+        most = {
+            PEAK: sum(int(table.max()) for costs in parts for _, _, table in costs.spans),
+            HELD: sum(int(costs.held.max()) for costs in parts),
+            SECONDS: sum(float(costs.seconds[np.isfinite(costs.seconds)].max()) for costs in parts),
         }
-        return {name: (each if 0 < each < math.inf else 1.0) / SCALE for name, each in ranges.items()}
+        least = {PEAK: int(reduced.floor.max()), HELD: reduced.held, SECONDS: 0.0}
+        ranges = {name: most[name] if caps[name] == math.inf else caps[name] - least[name] for name in most}
+        return {name: (each or 1.0) / SCALE for name, each in ranges.items()}
 
     def found(self, *, proven: bool) -> Found:
         value = self.value if self.best is not None else math.inf
