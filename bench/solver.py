@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import random
 import time
@@ -27,12 +28,12 @@ AXES = (4, 8)
 LINKS = (12e9, 150e9)  # bytes per second along each axis
 WHOLE, ROWS, COLUMNS, SUM = "-", "rows", "columns", "sum"
 # What comes in and what goes out along one axis; a sum goes out where the inner dim is split.
-WAYS = ((WHOLE, WHOLE), (ROWS, ROWS), (WHOLE, COLUMNS), (COLUMNS, SUM))
+WAYS = ((WHOLE, WHOLE), (ROWS, ROWS), (WHOLE, COLUMNS), (COLUMNS, SUM), (COLUMNS, COLUMNS), (COLUMNS, WHOLE))
 
 
 def options(count: int) -> list[tuple[tuple[str, str], ...]]:
     """Ways along both axes, those that split most first, of which `count` are kept."""
-    both = list(itertools.product(WAYS, repeat=len(AXES)))
+    both = list(itertools.product(WAYS[: math.ceil(math.sqrt(count))], repeat=len(AXES)))
     return sorted(both, key=lambda ways: -sum(way != WAYS[0] for way in ways))[:count]
 
 
@@ -83,7 +84,7 @@ def blocks_problem(blocks: int, ops: int, count: int, form: str, seed: int = 0) 
     def split(way: tuple[tuple[str, str], ...], of: str) -> int:
         product = 1
         for (into, out), n in zip(way, AXES, strict=True):
-            side = out if of == "out" else (COLUMNS if (into, out) in WAYS[2:] else WHOLE) if of == "weight" else into
+            side = out if of == "out" else (COLUMNS if (into, out) in WAYS[2:4] else WHOLE) if of == "weight" else into
             product *= n if side in (ROWS, COLUMNS) else 1
         return product
 

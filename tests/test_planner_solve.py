@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from bench.solver import blocks_problem
 from scrimp.errors import FitError, PlanError
-from scrimp.planner import Edge, Hold, Node, Problem, Solution, _backend, evaluate, frontier, solve, solver_name
+from scrimp.planner import Edge, Hold, Node, Problem, Solution, _backend, _session, evaluate, frontier, solve, solver_name
 from scrimp.planner._model import HELD, PEAK, SECONDS, Model
 from scrimp.planner._reduce import reduce
 from tests.problems import every_choice, random_problem
@@ -100,7 +102,28 @@ def test_terabytes_and_microseconds_beside_small_numbers(seed: int) -> None:
         _agree(replace(problem, nodes=tuple(nodes), edges=tuple(edges)))
 
 
-@settings(max_examples=40)
+def test_where_no_choice_is_known_beforehand_large_numbers_are_scaled_too() -> None:
+    """Colourings with three colours, of which small steps find none here: only pairs that differ are allowed."""
+    rng = random.Random(5)
+    names, size = ("red", "green", "blue"), 9
+    nodes = tuple(
+        Node(
+            name=f"n{i}",
+            options=names,
+            seconds=tuple(rng.uniform(1, 2) for _ in names),
+            holds=(Hold(first=0, last=0, kind="k", nbytes=tuple(rng.randint(0, 10**14) for _ in names)),),
+        )
+        for i in range(size)
+    )
+    differ = tuple(tuple(math.inf if a == b else 0.0 for b in range(3)) for a in range(3))
+    edges = tuple(Edge(nodes=(i, (i + k) % size), seconds=differ) for i in range(size) for k in (1, 2))
+    problem = Problem(points=1, nodes=nodes, edges=edges)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_session, "improve", lambda reduced, choice, *_: tuple(choice))
+        _agree(problem)
+
+
+@settings(max_examples=20)
 @given(SEEDS)
 def test_the_same_problem_gives_the_same_choice(seed: int) -> None:
     problem = random_problem(seed, forbid=0.0, nodes=(4, 8))
@@ -305,6 +328,24 @@ def test_rows_of_changes_and_rows_of_points_say_the_same(monkeypatch: pytest.Mon
                 )
                 assert model.read(values) == choice
     assert found[:3] == pytest.approx(found[3:], rel=1e-7)
+
+
+def test_another_user_of_the_solver_does_not_disturb() -> None:
+    """HiGHS has one set of threads for a process, and refuses to run with another number of them."""
+    code = (
+        "import highspy; from tests.test_planner_solve import _knapsack; from scrimp.planner import solve\n"
+        "other = highspy.Highs(); other.silent(); other.setOptionValue('threads', 2); other.setOptionValue('parallel', 'on')\n"
+        "x, y = other.addBinary(), other.addBinary(); other.addConstr(x + y <= 1); other.maximize(x + 2 * y)\n"
+        "assert solve(_knapsack(25), objective='time', gap=0.0).status == 'optimal'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_the_solver_cannot_read_is_an_error() -> None:
+    model = Model(reduce(_knapsack(5)))
+    program = model.program(SECONDS, 2e3, math.inf, math.inf)
+    with pytest.raises(PlanError, match=r"HiGHS .* cannot solve a program of .* variables"):
+        _backend.minimise(replace(program, value=program.value * 1e20), whole=True, seconds=1)
 
 
 def test_which_solver_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,8 @@ def _highspy(program: Program, whole: bool, seconds: float, gap: float, start: N
     if whole:
         kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
         lp.integrality_ = [kinds[int(each)] for each in program.whole]
+    # All of a process's solvers share threads: after one with more of them (not ours), one with 1 would do nothing.
+    highspy.Highs.resetGlobalScheduler(True)
     highs = highspy.Highs()
     highs.silent()
     options = {
@@ -90,6 +92,13 @@ def _highspy(program: Program, whole: bool, seconds: float, gap: float, start: N
     highs.run()
     status, info, found = highs.getModelStatus(), highs.getInfo(), highs.getSolution()
     statuses = highspy.HighsModelStatus
+    broken = statuses.kNotset, statuses.kLoadError, statuses.kModelError, statuses.kPresolveError, statuses.kSolveError
+    if status in broken:
+        size = f"{len(program.cost)} variables and {len(program.rows_lower)} rows"
+        raise PlanError(
+            f"HiGHS {highs.version()} cannot solve a program of {size}: {highs.modelStatusToString(status)}. Numbers go up to "
+            f"{np.abs(program.value).max(initial=0.0):.3g}; are some of the problem's bytes or seconds out of all proportion?"
+        )
     if status in (statuses.kInfeasible, statuses.kUnboundedOrInfeasible):
         return Answer(status=INFEASIBLE, values=None, bound=np.inf)
     optimal = status == statuses.kOptimal

@@ -20,8 +20,8 @@ def frontier(
     solver: str | None = None,
 ) -> list[Solution]:
     """Up to so many, by growing peak and falling seconds: the least peak; the least seconds (within the problem's limit, if it
-    has one); and the least seconds within limits at equal distances between. Each starts from the one before it, which fits
-    its limit too. With a gap above 0 each is within that of the best for its limit."""
+    has one); and the least seconds within limits between, ever further apart: the first bytes save the most. Each starts from
+    the one before it, which fits its limit too. With a gap above 0 each is within that of the best for its limit."""
     if points < 2:
         raise PlanError(f"a frontier has 2 points or more, the least memory and the least time, not {points}")
     end = time.monotonic() + seconds
@@ -33,8 +33,8 @@ def frontier(
 
     least = ask(MEMORY, problem.limit_nbytes, points)
     fastest = ask(TIME, problem.limit_nbytes, points - 1)
-    step = (fastest.peak_nbytes - least.peak_nbytes) / (points - 1)
-    limits = [least.peak_nbytes + round(k * step) for k in range(1, points - 1)] if step > 0 else []
+    span = fastest.peak_nbytes - least.peak_nbytes
+    limits = [least.peak_nbytes + round(span * (k / (points - 1)) ** 2) for k in range(1, points - 1)] if span > 0 else []
     between = [ask(TIME, limit, len(limits) - k) for k, limit in enumerate(limits)]
     kept: list[Solution] = []
     for solution in sorted([least, *between, fastest], key=lambda each: (each.peak_nbytes, each.seconds)):

@@ -63,7 +63,7 @@ class _State:
         parts = self._parts(nodes, options)
         seconds = sum(costs.seconds[at] for costs, at in parts)
         if len(nodes) > 1:
-            tried = np.append(self._promising(parts, seconds, here), here)
+            tried = np.append(self._promising(parts, seconds), here)
             parts = [(costs, tuple(side[tried] for side in at) if isinstance(at, tuple) else at[tried]) for costs, at in parts]
             options, seconds, here = options[:, tried], seconds[tried], len(tried) - 1
         held = self.held + sum(costs.held[at] - costs.held[at][here] for costs, at in parts)
@@ -96,7 +96,7 @@ class _State:
             parts.append((link.costs, tuple(np.broadcast_to(side, options.shape[1]) for side in at)))
         return parts
 
-    def _promising(self, parts: list[tuple[Costs, Any]], seconds: Numbers, here: int) -> Numbers:
+    def _promising(self, parts: list[tuple[Costs, Any]], seconds: Numbers) -> Numbers:
         """Pairs by what they hold at the worst point, or by their seconds."""
         score = seconds
         if self.objective == HELD:

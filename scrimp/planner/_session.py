@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from scrimp.planner._backend import INFEASIBLE, OPTIMAL, minimise, solver_name
 from scrimp.planner._evaluate import evaluate, held_nbytes
 from scrimp.planner._model import HELD, PEAK, SCALE, SECONDS, Model, Program
+from scrimp.planner._points import Numbers
 from scrimp.planner._problem import Problem
 from scrimp.planner._reduce import reduce
 from scrimp.planner._search import improve
@@ -25,6 +26,7 @@ Progress = Callable[[str, float, float], None]  # the objective, the best value 
 
 _EQUAL = 1e-8  # what is nearer than this, relatively, is equal
 _MARGIN = 1e-9  # for sums of floats in another order, and for what a solver may err
+_NONE = 1e-6  # of an option, what is no part
 _SEARCH = 0.15  # the part of the time that small steps may take
 IS_OPTIMAL, WITHIN_GAP, TIME_LIMIT = "optimal", "within gap", "time limit"
 
@@ -119,15 +121,17 @@ class _Question:
         return self.found(proven=not self.relax() or self.branch())
 
     def units(self) -> dict[str, float]:
-        """Those in which what is asked for is some 1,000."""
+        """Those in which what is asked for is some 1,000; where nothing is known of it, the most that there can be."""
         reduced, caps = self.session.reduced, self.caps()
-        slowest = reduced.seconds + sum(float(node.seconds.max()) for node in reduced.nodes)
-        ranges = {
-            PEAK: caps[PEAK] - int(reduced.floor.max()),
-            HELD: caps[HELD] - reduced.held,
-            SECONDS: caps[SECONDS] if caps[SECONDS] < math.inf else slowest,
+        parts = [*reduced.nodes, *(link.costs for link in reduced.links)]
+        most = {
+            PEAK: sum(int(table.max()) for costs in parts for _, _, table in costs.spans),
+            HELD: sum(int(costs.held.max()) for costs in parts),
+            SECONDS: sum(float(costs.seconds[np.isfinite(costs.seconds)].max()) for costs in parts),
         }
-        return {name: (each if 0 < each < math.inf else 1.0) / SCALE for name, each in ranges.items()}
+        least = {PEAK: int(reduced.floor.max()), HELD: reduced.held, SECONDS: 0.0}
+        ranges = {name: most[name] if caps[name] == math.inf else caps[name] - least[name] for name in most}
+        return {name: (each or 1.0) / SCALE for name, each in ranges.items()}
 
     def found(self, *, proven: bool) -> Found:
         value = self.value if self.best is not None else math.inf
@@ -191,8 +195,25 @@ class _Question:
             if not self.close_enough(_EQUAL):
                 self.search_deadline = time.monotonic() + _SEARCH * max(self.deadline - time.monotonic(), 0)
                 self.search(choice)
+                self.choose_among(answer.values)
             self.tell()
         return True
+
+    def choose_among(self, values: Numbers) -> None:
+        """Branch and bound over the options of which the linear program takes a part, and those of the best choice. Most nodes
+        then have one: it is quick, and where a limit binds it is better than rounding and small steps."""
+        if self.best is None or self.close_enough(self.gap):
+            return
+        start = self.session.model.write(self.best)
+        program = self.program()
+        out = program.whole & (values < _NONE) & (start < _NONE)
+        program = replace(program, upper=np.where(out, 0.0, program.upper))
+        left = _SEARCH * max(self.deadline - time.monotonic(), 0)
+        answer = minimise(program, whole=True, seconds=left, gap=self.gap / 4, start=start, solver=self.session.solver)
+        if answer.values is not None:
+            self.search_deadline = time.monotonic() + left
+            self.take(choice := self.session.model.read(answer.values))
+            self.search(choice)
 
     def caps(self) -> dict[str, float]:
         """Of bytes and seconds the most that a choice may have that is as good as the best one known."""

@@ -4,7 +4,7 @@
     time         the least seconds within the limit
     redundancy   the least sum of all bytes held, each hold counted once, then the least seconds with that
 
-The same problem gives the same choice, unless time runs out before the gap is closed.
+The same problem gives the same choice, as long as no part of the search needs more than its share of the time.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _within(session: Session, objective: str, limit: float, left: Left, gap: flo
     """The best within a limit; if there is none, or none was found, the least peak says which."""
     found = session.minimise(objective, limit=limit, held_limit=held, seconds=left(1.0 if session.known else _FIRST), gap=gap)
     if found.choice is None:
-        least = session.minimise(PEAK, seconds=left(_FIRST), gap=0.0)
+        # How far off it is, if that is proven; else, whether there is one after all.
+        least = session.minimise(PEAK, seconds=left(_FIRST), gap=gap if found.proven else 0.0)
         if least.choice is None or least.phase.value > limit:
             raise _no_fit(session, limit, least)
         found = session.minimise(objective, limit=limit, held_limit=held, seconds=left(1.0), gap=gap)
