@@ -10,12 +10,14 @@ What they leave open (attention, activations of a linear's result) is chosen to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from scrimp.capture._graph import PARAMETER
 from scrimp.errors import PlanError
 from scrimp.planner._assemble import Assembly
+from scrimp.planner._groups import Dims
 from scrimp.planner._layer import LayerModel
 from scrimp.planner._options import Option
 from scrimp.planner._problem import Problem
@@ -27,8 +29,7 @@ STREAM = ("native_layer_norm", "add", "native_dropout", "arange")  # what is don
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """`tp` and `dp`: axes, if there are any. Sizes of batch and sequence tell which dims are which: no other may have one of
-    them."""
+    """`tp` and `dp`: axes, if there are any. Batch and sequence are told by where they stand in a tensor, and by their sizes."""
 
     batch: int
     seq: int
@@ -67,7 +68,7 @@ class Baseline:
         self, model: LayerModel, g: int, named: dict[str, str], option: Option, split: dict[str, int | None]
     ) -> Iterator[bool]:
         if self.dp is not None:
-            yield split[self.dp] == _atom(model, g, self.batch)
+            yield split[self.dp] == _batch(model, g, self.batch)
         if self.tp is None:
             return
         weights = [name for name in model.weights if any(use.group == g for use in model.uses[name])]
@@ -76,9 +77,27 @@ class Baseline:
             row = named[large[0]].split(".")[-2:-1] and named[large[0]].split(".")[-2] in ROWS
             yield self.tp in [axis for _, axes in option.needed[large[0]].dims[1 if row else 0] for axis in axes]
         elif weights or model.groups[g].name.rpartition(":")[2] in STREAM:
-            yield split[self.tp] == (_atom(model, g, self.seq) if self.sequence else None)
+            yield split[self.tp] == (_seq(model, g, self.seq) if self.sequence else None)
 
 
-def _atom(model: LayerModel, g: int, size: int) -> int | None:
-    group = model.groups[g]
-    return next((atom for atom, its in enumerate(group.sizes) if its == size and group.may_split[atom]), None)
+def _batch(model: LayerModel, g: int, size: int) -> int | None:
+    """The first part of the first dim of a tensor that is no weight."""
+    return _found(model, g, size, lambda dims: dims[0][:1] if dims else ())
+
+
+def _seq(model: LayerModel, g: int, size: int) -> int | None:
+    """What comes behind the batch: in the same dim, or in the next."""
+    return _found(model, g, size, lambda dims: (*dims[0][1:2], *(dims[1][:1] if len(dims) > 2 else ())) if dims else ())
+
+
+def _found(model: LayerModel, g: int, size: int, where: Callable[[Dims], Sequence[int]]) -> int | None:
+    group, weights = model.groups[g], {name for name, value in model.values.items() if value.kind == PARAMETER}
+    for member in group.members:
+        op = model.graph.ops[member.op]
+        for name, dims in (*zip(op.inputs, member.inputs, strict=True), *zip(op.outputs, member.outputs, strict=True)):
+            if name is None or dims is None or model.values[name].storage in weights:
+                continue
+            for atom in where(dims):
+                if group.sizes[atom] == size and group.may_split[atom]:
+                    return atom
+    return None
