@@ -11,7 +11,7 @@ BENCH_READY := $(VENV)/.bench-ready
 # Ranks are processes here: one thread each, or 8 of them fight over the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-full test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-convergence contenders performance clean
+.PHONY: help demo test test-full test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-convergence contenders performance clean
 
 help:
 	@echo "make demo        training within a budget, killed and resumed, on this machine, in a minute"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench-network  training over slow links against PyTorch's exchanges, on this machine, as root (about 15 minutes)"
 	@echo "make bench-memory  the memory of exchanges and of whole steps, against DDP and the layout of DGC (a few minutes)"
 	@echo "make bench-solver  how long the planner's integer program takes, and how near it comes (a few minutes)"
+	@echo "make bench-plan  plans beside Megatron-LM's, data parallelism and ZeRO, by one memory model (a few minutes)"
 	@echo "make bench-move  moves against DTensor and XLA, in one run (about 10 minutes)"
 
 $(READY): pyproject.toml constraints.txt
@@ -68,6 +69,9 @@ bench-gpu: $(READY)
 
 bench-network: $(READY)
 	$(BIN)/python -m bench.network
+
+bench-plan: $(READY)
+	$(BIN)/python -m bench.plan
 
 bench-memory: $(READY)
 	$(BIN)/python -m bench.memory
