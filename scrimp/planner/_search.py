@@ -18,6 +18,7 @@ from scrimp.planner._reduce import Costs, Reduced
 
 _PAIRS = 64  # of a link's pairs, those that look best are tried
 _SWEEPS = 50
+_WORK = 2 * 10**8  # bytes at a point, looked at for an option: seconds on most machines, and the same on all of them
 
 
 def improve(
@@ -27,16 +28,16 @@ def improve(
     if not reduced.nodes:
         return ()
     state = _State(reduced, choice, objective, limit, held_limit)
+    singles: list[tuple[int, ...]] = [(i,) for i in range(len(reduced.nodes))]
+    pairs: list[tuple[int, ...]] = [link.nodes for link in reduced.links]
     for _ in range(_SWEEPS):
         better = False
-        for i in range(len(reduced.nodes)):
-            better |= state.step((i,))
-            if time.monotonic() > deadline:
-                return tuple(state.choice)
-        if not better:
-            for link in reduced.links:
-                better |= state.step(link.nodes)
-                if time.monotonic() > deadline:
+        for moves in (singles, pairs):
+            if better:
+                break  # single steps first, as long as they win something
+            for nodes in moves:
+                better |= state.step(nodes)
+                if state.work > _WORK or time.monotonic() > deadline:
                     return tuple(state.choice)
         if not better:
             break
@@ -46,7 +47,7 @@ def improve(
 class _State:
     def __init__(self, reduced: Reduced, choice: Sequence[int], objective: str, limit: float, held_limit: float) -> None:
         self.reduced, self.choice, self.objective = reduced, list(choice), objective
-        self.limit, self.held_limit = limit, held_limit
+        self.limit, self.held_limit, self.work = limit, held_limit, 0
         self.around: list[list[int]] = [[] for _ in reduced.nodes]
         for k, link in enumerate(reduced.links):
             for i in link.nodes:
@@ -68,6 +69,7 @@ class _State:
             options, seconds, here = options[:, tried], seconds[tried], len(tried) - 1
         held = self.held + sum(costs.held[at] - costs.held[at][here] for costs, at in parts)
         profiles = np.repeat(self.profile[:, None], options.shape[1], axis=1)
+        self.work += profiles.size
         for costs, at in parts:
             for first, last, table in costs.spans:
                 profiles[first : last + 1] += table[at] - table[at][here]
