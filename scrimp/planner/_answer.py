@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scrimp.planner._assemble import Assembly
+from scrimp.planner._options import Option
 from scrimp.planner._plan import Kind, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
 from scrimp.planner._solve import Solution
 from scrimp.planner._stack import Part
@@ -41,7 +42,7 @@ def layers_of(assembly: Assembly, solution: Solution) -> Iterator[PlannedLayers]
 
 def _ops(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator[PlannedOp]:
     model = part.model
-    chosen = {g: model.options[g][solution.choice[assembly.nodes[k, g]]] for g in range(len(model.groups))}
+    chosen = {g: _option(assembly, solution, k, g) for g in range(len(model.groups))}
     of_op = {member.op: g for g, group in enumerate(model.groups) for member in group.members}
     for index, op in enumerate(model.graph.ops):
         option = chosen[of_op[index]]
@@ -49,9 +50,15 @@ def _ops(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator
         yield PlannedOp(
             name=op.name,
             target=op.target,
+            saved=assembly.ways[k, of_op[index]].way_of(solution.choice[assembly.nodes[k, of_op[index]]]),
             inputs=tuple(map(str, inputs)),
             outputs=tuple(str(option.made[name]) if name in option.made else None for name in op.outputs if name is not None),
         )
+
+
+def _option(assembly: Assembly, solution: Solution, k: int, group: int) -> Option:
+    split = assembly.ways[k, group].split_of(solution.choice[assembly.nodes[k, group]])
+    return assembly.parts[k].model.options[group][split]
 
 
 def _weights(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator[PlannedWeight]:
@@ -60,7 +67,7 @@ def _weights(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iter
     named = dict(assembly.graph.layers[part.first].parameters)
     for name in model.weights:
         group = model.uses[name][0].group
-        option = model.options[group][solution.choice[assembly.nodes[k, group]]]
+        option = _option(assembly, solution, k, group)
         place = option.needed[name]
         level = dict.fromkeys(mesh.names, 0)
         if (k, group) in assembly.rest:
@@ -80,6 +87,8 @@ def _weights(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iter
 
 def _where(assembly: Assembly, point: int) -> str:
     for part in assembly.parts:
+        if part.again == point:
+            return f"{assembly.graph.layers[part.last].path or 'the model'}, its forward run again"
         for index, op in enumerate(part.model.graph.ops):
             if part.point(index) == point:
                 return f"{assembly.graph.layers[part.last].path or 'the model'}, {op.target}{', backward' if op.backward else ''}"

@@ -6,7 +6,8 @@
                                             the bytes of the copy while it is used
 
 What a layer saves for its backward is held by all layers of a group: by the one that is looked at from when it is made to when
-it was last used, by the others all the while.
+it was last used, by the others all the while; unless the group that made it does not keep it (`_ways.py`). What goes to other
+layers is always kept.
 """
 
 from __future__ import annotations
@@ -26,9 +27,18 @@ from scrimp.planner._placed import Placed
 from scrimp.planner._sketch import Numbers, Sketch
 from scrimp.planner._stack import Part
 from scrimp.planner._states import AtRest, Precision, Used, at_rest, levels
+from scrimp.planner._ways import KEEP, OFFLOAD, RECOMPUTE, WAYS, Ways
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, TEMPORARIES, BUFFERS = "activations", "temporaries", "buffers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Bytes per second: of a device's memory, and between it and the host."""
+
+    memory: float
+    host_link: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +53,27 @@ class Reader:
 class Assembly:
     """`nodes`: of each part and group; `rest`: of the weights of each part and group."""
 
-    def __init__(self, graph: Graph, parts: Sequence[Part], moves: Moves, precision: Precision, memory_rate: float) -> None:
+    def __init__(
+        self, graph: Graph, parts: Sequence[Part], moves: Moves, precision: Precision, rates: Rates, ways: Sequence[str] = WAYS
+    ) -> None:
         self.graph, self.parts, self.moves = graph, parts, moves
-        self.precision, self.memory_rate = precision, memory_rate
+        self.precision, self.rates = precision, rates
         self.part_of = {layer: k for k, part in enumerate(parts) for layer in range(part.first, part.first + part.count)}
-        points = sum(len(part.model.graph.ops) for part in parts)
+        points = sum(len(part.model.graph.ops) + 1 for part in parts)
         self.sketch = Sketch(points)
+        self.ways: dict[tuple[int, int], Ways] = {}
         self.nodes: dict[tuple[int, int], int] = {}
         self.rest: dict[tuple[int, int], int] = {}
         for k, part in enumerate(parts):
             for g, group in enumerate(part.model.groups):
                 options = part.model.options[g]
                 path = graph.layers[part.first].path
-                self.nodes[k, g] = self.sketch.node(f"{path}/{group.name}", [words(moves.mesh, o) for o in options])
-                self.sketch.cost(self.nodes[k, g], part.count * np.array([option.seconds for option in options]))
+                here = self.ways[k, g] = Ways(tuple(ways) if _saves(part.model, g) else (KEEP,))
+                names = [f"{words(moves.mesh, option)} {way}" for option in options for way in here.names]
+                self.nodes[k, g] = self.sketch.node(f"{path}/{group.name}", names)
+                seconds = np.array(here.spread([option.seconds for option in options]))
+                again = here.only(RECOMPUTE, np.array([option.again_seconds for option in options]))
+                self.sketch.cost(self.nodes[k, g], part.count * (seconds + again))
         self._owners: dict[str, tuple[int, str]] = {}  # of weights in the model: the first part that uses it, and as what
         for k, part in enumerate(parts):
             self._inside(k, part)
@@ -69,8 +86,16 @@ class Assembly:
         model, leaving = part.model, {*part.model.graph.outputs, *(name for _, name in part.model.graph.gradients)}
         left = {model.values[name].storage for name in leaving}
         for root, (first, last) in model.lives.items():
-            if root not in left:
+            if root in left:
+                continue
+            if first < model.forward_ops <= last:
+                self._save(k, root)
+            else:
                 self._hold(k, root, part.point(first), part.point(last))
+                if last < model.forward_ops:  # made again it is there again
+                    group = model.makers[root]
+                    nbytes = self.ways[k, group].only(RECOMPUTE, self._nbytes(model, group, root))
+                    self.sketch.hold(self.nodes[k, group], part.again, part.again, TEMPORARIES, nbytes)
         for name, uses in model.uses.items():
             if name in model.makers and name not in leaving:
                 for use in uses:
@@ -80,9 +105,8 @@ class Assembly:
         """One layer's from when it is made to when it was last used; the others', if it is saved, all the while."""
         part = self.parts[k]
         group = part.model.makers[root]
-        nbytes = self._nbytes(part.model, group, root)
-        ahead = self.parts[-1].forward + self.parts[-1].model.forward_ops
-        saved = first < ahead <= last
+        nbytes = self.ways[k, group].repeat(self._nbytes(part.model, group, root))
+        saved = first < self._turn <= last
         kind = ACTIVATIONS if saved else TEMPORARIES
         whole = prod(part.model.values[root].shape) * ITEMSIZE[part.model.values[root].dtype]
         self.sketch.hold(self.nodes[k, group], first, last, kind, nbytes)
@@ -90,6 +114,32 @@ class Assembly:
         if saved and part.count > 1:
             self.sketch.hold(self.nodes[k, group], *part.span, kind, (part.count - 1) * nbytes)
             self.sketch.must_be(*part.span, kind, (part.count - 1) * whole)
+
+    def _save(self, k: int, root: str) -> None:
+        """What stays in its layer, and is used in the forward and in the backward."""
+        part, model = self.parts[k], self.parts[k].model
+        group = model.makers[root]
+        node, here, nbytes = self.nodes[k, group], self.ways[k, group], self._nbytes(model, group, root)
+        used = [op for op, each in enumerate(model.graph.ops) if any(model.values[name].storage == root for name in each.inputs)]
+        first, last = model.lives[root]
+        ahead = max([first, *(op for op in used if op < model.forward_ops)])
+        behind = min(op for op in used if op >= model.forward_ops)
+        kept = here.only(KEEP, nbytes)
+        self.sketch.hold(node, part.point(first), part.point(last), ACTIVATIONS, kept)
+        self.sketch.hold(node, *part.span, ACTIVATIONS, (part.count - 1) * kept)
+        for way, back in ((RECOMPUTE, part.again), (OFFLOAD, part.point(behind))):
+            gone = here.only(way, nbytes)
+            self.sketch.hold(node, part.point(first), part.point(ahead), TEMPORARIES, gone)
+            self.sketch.hold(node, back, part.point(last), ACTIVATIONS, gone)
+        self.sketch.cost(node, 2 * part.count * here.only(OFFLOAD, nbytes) / self.rates.host_link)
+        whole = prod(model.values[root].shape) * ITEMSIZE[model.values[root].dtype]
+        self.sketch.must_be(part.point(first), part.point(last), ACTIVATIONS, whole)
+        self.sketch.must_be(*part.span, ACTIVATIONS, (part.count - 1) * whole)
+
+    @property
+    def _turn(self) -> int:
+        """The first point of the backward."""
+        return self.parts[-1].forward + self.parts[-1].model.forward_ops
 
     # Values that go to another layer, and their gradients that come back.
 
@@ -127,7 +177,7 @@ class Assembly:
                 nbytes = [self._numel(option.needed[name]) for option in model.options[group]]
                 itemsize = ITEMSIZE[model.values[name].dtype]
                 always = (0, self.sketch.points - 1)
-                self.sketch.hold(self.nodes[k, group], *always, BUFFERS, itemsize * np.array(nbytes))
+                self.sketch.hold(self.nodes[k, group], *always, BUFFERS, itemsize * np.array(self.ways[k, group].spread(nbytes)))
                 self.sketch.must_be(*always, BUFFERS, itemsize * prod(model.values[name].shape))
 
     def _readers(self, k: int, output: str) -> Iterator[Reader]:
@@ -169,15 +219,37 @@ class Assembly:
         if name not in one.makers:
             return
         itemsize = ITEMSIZE[one.values[name].dtype]
-        made = [option.made[name] for option in one.options[one.makers[name]]]
-        needed = [option.needed[as_name] for option in other.options[use.group]]
-        a, b = self.nodes[maker, one.makers[name]], self.nodes[user, use.group]
+        group = one.makers[name]
+        made = self.ways[maker, group].spread([option.made[name] for option in one.options[group]])
+        needed = self.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
+        a, b = self.nodes[maker, group], self.nodes[user, use.group]
         seconds = _table(made, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
         nbytes = _table(made, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
         self.sketch.pair_cost(a, b, copies * len(use.spans) * seconds)
+        part = self.parts[user]
         for first, last in use.spans:
-            part = self.parts[user]
             self.sketch.pair_hold(a, b, part.point(first), part.point(last), TEMPORARIES, nbytes)
+        if use.forward is None or RECOMPUTE not in self.ways[user, use.group].names:
+            return
+        # Its user's forward runs again: it is moved once more, and must still be there, or be made again too.
+        again = self.ways[user, use.group].mask(RECOMPUTE, len(other.options[use.group]))[None, :]
+        self.sketch.pair_cost(a, b, copies * seconds * again)
+        self.sketch.pair_hold(a, b, part.again, part.again, TEMPORARIES, nbytes * again)
+        root = one.values[name].storage
+        if root in one.lives and not self._is_kept(maker, name, user, as_name):
+            source = self._nbytes(one, one.makers[root], root) if root in one.makers else self._nbytes(one, group, name)
+            there = self.ways[maker, group].repeat(source)[:, None]
+            if name not in one.graph.outputs:
+                there = there * ~self.ways[maker, group].mask(RECOMPUTE, len(one.options[group]))[:, None]
+            self.sketch.pair_hold(a, b, part.point(use.forward[1]), part.again, ACTIVATIONS, there * again)
+            self.sketch.pair_hold(a, b, *part.span, ACTIVATIONS, (part.count - 1) * there * again)
+
+    def _is_kept(self, maker: int, name: str, user: int, as_name: str) -> bool:
+        """It is there in the user's backward anyhow, if it is kept at all."""
+        model = self.parts[maker].model
+        if name in model.graph.outputs:
+            return any(use.backward is not None for use in self.parts[user].model.uses[as_name])
+        return model.lives[model.values[name].storage][1] >= model.forward_ops
 
     # Weights.
 
@@ -199,13 +271,18 @@ class Assembly:
                 [_level_words(self.moves.mesh, c) for c in choices],
             )
             self.rest[k, group] = node
-            found = [[self._at_rest(option, names, gradients, level) for level in choices] for option in model.options[group]]
+            here = self.ways[k, group]
+            found = here.spread(
+                [[self._at_rest(option, names, gradients, level) for level in choices] for option in model.options[group]]
+            )
             pair = (self.nodes[k, group], node)
 
             def numbers(of: Callable[[AtRest], float], found: list[list[AtRest]] = found) -> Numbers:
                 return np.array([[of(each) for each in row] for row in found])
 
             self.sketch.pair_cost(*pair, part.count * numbers(lambda each: each.seconds))
+            again = here.mask(RECOMPUTE, len(model.options[group]))[:, None]
+            self.sketch.pair_cost(*pair, part.count * numbers(lambda each: each.gather_seconds) * again)
             always = (0, self.sketch.points - 1)
             elements = part.count * sum(prod(model.values[name].shape) for name in names)
             trained = part.count * sum(prod(model.values[name].shape) for name in names if name in gradients)
@@ -216,9 +293,9 @@ class Assembly:
                 self.sketch.pair_hold(*pair, *always, kind, part.count * numbers(of).astype(np.int64))
             spans = [span for name in names for use in model.uses[name] if use.group == group for span in use.spans]
             for backward in (False, True):
-                here = [span for span in spans if (span[0] >= model.forward_ops) == backward]
-                if here:
-                    first, last = min(s[0] for s in here), max(s[1] for s in here)
+                used = [span for span in spans if (span[0] >= model.forward_ops) == backward]
+                if used:
+                    first, last = min(s[0] for s in used), max(s[1] for s in used)
                     gathered = numbers(lambda each: each.gathered_nbytes).astype(np.int64)
                     self.sketch.pair_hold(*pair, part.point(first), part.point(last), TEMPORARIES, gathered)
 
@@ -227,9 +304,9 @@ class Assembly:
         one, other = self.parts[owner].model, self.parts[user].model
         itemsize = ITEMSIZE[one.values[name].dtype]
         first = one.uses[name][0].group
-        there = [option.needed[name] for option in one.options[first]]
+        there = self.ways[owner, first].spread([option.needed[name] for option in one.options[first]])
         for use in other.uses[as_name]:
-            needed = [option.needed[as_name] for option in other.options[use.group]]
+            needed = self.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
             pair = (self.nodes[owner, first], self.nodes[user, use.group])
             seconds = _table(there, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
             nbytes = _table(there, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
@@ -247,7 +324,7 @@ class Assembly:
             summed = gradient.partial if gradient is not None else ()
             used.append(Used(numel=self._numel(place), same=same, summed=summed))
         trained = any(name in gradients for name in names)
-        return at_rest(tuple(used), level, self.moves.costs, self.precision, self.memory_rate, trained=trained)
+        return at_rest(tuple(used), level, self.moves.costs, self.precision, self.rates.memory, trained=trained)
 
     def _nbytes(self, model: LayerModel, group: int, name: str) -> Numbers:
         itemsize = ITEMSIZE[model.values[name].dtype]
@@ -262,6 +339,11 @@ _KINDS: dict[str, Callable[[AtRest], float]] = {
     GRADIENTS: lambda each: each.gradient_nbytes,
     OPTIMIZER: lambda each: each.state_nbytes,
 }
+
+
+def _saves(model: LayerModel, g: int) -> bool:
+    """Whether a group makes something in the forward that is used in the backward."""
+    return any(model.makers[root] == g and first < model.forward_ops <= last for root, (first, last) in model.lives.items())
 
 
 def _table(made: Sequence[Placed], needed: Sequence[Placed], of: Callable[[Placed, Placed], float]) -> Numbers:

@@ -22,6 +22,7 @@ from scrimp.planner._layer import LayerModel
 from scrimp.planner._options import Option
 from scrimp.planner._problem import Problem
 from scrimp.planner._states import NOTHING, levels
+from scrimp.planner._ways import KEEP
 
 ROWS = ("out", "down", "o", "o_proj", "down_proj", "c_proj")  # modules whose results come back to the residual stream
 STREAM = ("native_layer_norm", "add", "native_dropout", "arange")  # what is done to the stream itself
@@ -46,10 +47,11 @@ class Baseline:
             part = assembly.parts[k]
             named = dict(assembly.graph.layers[part.first].parameters)
             splits = [dict(zip(mesh.names, option.split, strict=True)) for option in part.model.options[g]]
-            allowed[node] = [
+            fits = [
                 all(self._fits(part.model, g, named, option, split))
                 for option, split in zip(part.model.options[g], splits, strict=True)
             ]
+            allowed[node] = [fit and way == KEEP for fit in fits for way in assembly.ways[k, g].names]
         for node in assembly.rest.values():
             allowed[node] = [
                 all(value == (self.shared if axis == self.dp else NOTHING) for axis, value in zip(mesh.names, level, strict=True))

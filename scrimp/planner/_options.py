@@ -27,13 +27,15 @@ Move = Callable[[Placed, Placed, int], float]  # seconds from one placement to a
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """`split`: the atom of each axis of the mesh, None if it splits nothing. `made` and `needed`: by value. `work_seconds` are
-    the operators' own, `talk_seconds` those of sums that are completed and of what operators say to each other inside."""
+    the operators' own, `talk_seconds` those of sums that are completed and of what operators say to each other inside;
+    `again_seconds` both for the forward alone, were it to run again."""
 
     split: tuple[int | None, ...]
     made: Mapping[str, Placed]
     needed: Mapping[str, Placed]
     work_seconds: float
     talk_seconds: float
+    again_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -68,9 +70,9 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Sequence[int | No
     made: dict[str, Placed] = {}  # as others find it
     now: dict[str, Placed] = {}  # of what was made here, complete once somebody has needed it so
     needed: dict[str, Placed] = {}
-    work_seconds = talk_seconds = 0.0
+    work_seconds = talk_seconds = again_seconds = 0.0
     for member in group.members:
-        op = graph.ops[member.op]
+        op, before = graph.ops[member.op], work_seconds + talk_seconds
         parts = [now[name].partial if name in now else () for name in op.inputs]
         through = _through(member, parts)
         for name, dims, partial in zip(op.inputs, member.inputs, parts, strict=True):
@@ -100,7 +102,12 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Sequence[int | No
             if atom in axes:
                 tensor = place(tuple((each,) for each in of), axes[atom])
                 talk_seconds += times * move(tensor, tensor.complete(), itemsize)
-    return Option(split=tuple(split), made=made, needed=needed, work_seconds=work_seconds, talk_seconds=talk_seconds)
+        if not op.backward:
+            again_seconds += work_seconds + talk_seconds - before
+    return Option(
+        split=tuple(split), made=made, needed=needed, work_seconds=work_seconds, talk_seconds=talk_seconds,
+        again_seconds=again_seconds,
+    )  # fmt: skip
 
 
 def _through(member: Member, parts: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -40,10 +40,12 @@ class PlannedMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedOp:
-    """Layouts of an operator's tensors: as it needs them, and as it makes them."""
+    """Layouts of an operator's tensors: as it needs them, and as it makes them. `saved`: what becomes of what its group saves
+    for the backward, "keep", "recompute" or "offload"."""
 
     name: str
     target: str
+    saved: str
     inputs: tuple[str, ...]
     outputs: tuple[str | None, ...]
 
@@ -140,7 +142,9 @@ def _layers(data: Mapping[str, Any]) -> PlannedLayers:
         first=data["first"],
         count=data["count"],
         ops=tuple(
-            PlannedOp(name=op["name"], target=op["target"], inputs=tuple(op["inputs"]), outputs=tuple(op["outputs"]))
+            PlannedOp(
+                name=op["name"], target=op["target"], saved=op["saved"], inputs=tuple(op["inputs"]), outputs=tuple(op["outputs"])
+            )
             for op in data["ops"]
         ),
         weights=tuple(

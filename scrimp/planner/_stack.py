@@ -3,7 +3,7 @@
 With groups whose sizes halve, any number of a run's layers can choose one thing and the rest another, and there are as many
 choices as the logarithm of its length. The last group is a single layer: its points are the run's worst, for all the others'
 activations are there. Points are moments: one for each operator of each group's last layer, the forward's in order, then the
-backward's, in the order of the groups turned round.
+backward's, in the order of the groups turned round; before the backward of each one more, when what was not kept is made again.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Part:
         return self.forward + op if op < ahead else self.backward + op - ahead
 
     @property
+    def again(self) -> int:
+        """The moment before its backward."""
+        return self.backward - 1
+
+    @property
     def span(self) -> tuple[int, int]:
         """From its first operator to its last."""
         return self.forward, self.backward + len(self.model.graph.ops) - self.model.forward_ops - 1
@@ -62,7 +67,7 @@ def parts_of(graph: Graph, models: Sequence[LayerModel], *, together: bool = Fal
     ahead = [models[graph.layers[first].graph].forward_ops for first, _ in groups]
     total = [len(models[graph.layers[first].graph].graph.ops) for first, _ in groups]
     starts = [sum(ahead[:k]) for k in range(len(groups))]
-    behind = [sum(ahead) + sum(total[j] - ahead[j] for j in range(k + 1, len(groups))) for k in range(len(groups))]
+    behind = [sum(ahead) + 1 + sum(total[j] - ahead[j] + 1 for j in range(k + 1, len(groups))) for k in range(len(groups))]
     return tuple(
         Part(model=models[graph.layers[first].graph], first=first, count=count, forward=starts[k], backward=behind[k])
         for k, (first, count) in enumerate(groups)

@@ -58,13 +58,15 @@ class Used:
 
 @dataclass(frozen=True, kw_only=True)
 class AtRest:
-    """Of a group's weights, on a device. `gathered_nbytes`: while they are used, if they are shared out."""
+    """Of a group's weights, on a device. `gathered_nbytes`: while they are used, if they are shared out; `gather_seconds`: of
+    gathering them once more."""
 
     weight_nbytes: int
     gradient_nbytes: int
     state_nbytes: int
     gathered_nbytes: int
     seconds: float
+    gather_seconds: float
 
 
 def levels(mesh: Mesh, precision: Precision) -> tuple[tuple[int, ...], ...]:
@@ -82,7 +84,7 @@ def at_rest(
     chosen = dict(zip(mesh.names, level, strict=True))
     sizes = dict(mesh.axes)
     weight = gradient = state = gathered = 0
-    seconds = 0.0
+    seconds = gather_seconds = 0.0
     for one in used:
         over = {least: tuple(axis for axis in one.same if chosen[axis] >= least) for least in (STATES, GRADIENTS, WEIGHTS)}
         share = {least: -(-one.numel // prod(sizes[axis] for axis in axes)) for least, axes in over.items()}
@@ -90,7 +92,7 @@ def at_rest(
         whole, shared = Layout(dims=((),)), Layout(dims=(over[WEIGHTS],))
         if over[WEIGHTS]:
             gathered += one.numel * precision.weight
-            seconds += (2 if trained else 1) * costs.seconds(one.numel * precision.weight, shared, whole)
+            gather_seconds += costs.seconds(one.numel * precision.weight, shared, whole)
         if not trained:
             continue
         gradient += share[GRADIENTS] * precision.gradient
@@ -100,5 +102,6 @@ def at_rest(
         seconds += costs.seconds(one.numel * precision.weight, Layout(dims=(over[STATES],)), shared)
         seconds += share[STATES] * UPDATE_NBYTES / rate
     return AtRest(
-        weight_nbytes=weight, gradient_nbytes=gradient, state_nbytes=state, gathered_nbytes=gathered, seconds=seconds
+        weight_nbytes=weight, gradient_nbytes=gradient, state_nbytes=state, gathered_nbytes=gathered,
+        seconds=seconds + (2 if trained else 1) * gather_seconds, gather_seconds=gather_seconds,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from scrimp.errors import FitError, PlanError
 from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner._answer import layers_of, memory_of
-from scrimp.planner._assemble import Assembly
+from scrimp.planner._assemble import Assembly, Rates
 from scrimp.planner._axiswise import AxisWise
 from scrimp.planner._layer import LayerModel, model_of
 from scrimp.planner._moves import Moves
@@ -26,6 +26,7 @@ from scrimp.planner._problem import Problem
 from scrimp.planner._solve import MEMORY, Solution, solve
 from scrimp.planner._stack import parts_of
 from scrimp.planner._states import OPTIMIZERS, PRECISIONS, Precision, precision_of
+from scrimp.planner._ways import KEEP, WAYS
 from scrimp.rules import rule_of
 
 Say = Callable[[str], None]
@@ -51,6 +52,7 @@ def plan(
     objective: str = MEMORY,
     optimizer: str = "adamw",
     precision: str = "bf16",
+    saving: Sequence[str] = WAYS,
     seconds: float = 60.0,
     gap: float = 0.01,
     progress: Say | None = None,
@@ -60,6 +62,8 @@ def plan(
     given. `budget`: bytes of a device that may be used, as many as it has if not given. `objective`: "memory", the least peak,
     then the least time; "time", the least time within the budget; "redundancy", the fewest bytes that are there more than once.
 
+    `saving`: what may become of what the forward saves for the backward: "keep", "recompute", "offload".
+
     `seconds` and `gap`: when the search is good enough. `progress` is told what is being done."""
     start, say = time.perf_counter(), progress or (lambda words: None)
     numbers = precision_of(precision, optimizer)
@@ -67,6 +71,8 @@ def plan(
         raise PlanError(
             f"precision={precision!r}, optimizer={optimizer!r}: there are {', '.join(PRECISIONS)} and {', '.join(OPTIMIZERS)}"
         )
+    if KEEP not in saving or not {*saving} <= {*WAYS}:
+        raise PlanError(f"saving={saving!r}: there are {', '.join(WAYS)}, and '{KEEP}' must be one of them")
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
     meshes = _meshes(cluster, mesh)
     limit = _limit(cluster, budget)
@@ -78,7 +84,7 @@ def plan(
         left = (seconds - (time.perf_counter() - start)) / (len(meshes) - k)
         say(f"planning on the mesh {each}")
         try:
-            found.append(_planned(graph, cluster, each, numbers, optimizer, objective, limit, max(5.0, left), gap))
+            found.append(_planned(graph, cluster, each, numbers, optimizer, objective, limit, max(5.0, left), gap, saving))
         except FitError as error:
             trouble = error
     if not found:
@@ -100,7 +106,9 @@ def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
     return capture(_stand_in(model, dtype), tuple(map(cast, example_inputs)))
 
 
-def assembled(graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision) -> tuple[Assembly, tuple[str, ...]]:
+def assembled(
+    graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, ways: Sequence[str] = WAYS
+) -> tuple[Assembly, tuple[str, ...]]:
     """The problem of a mesh, drawn up; and operators without a rule."""
     here = cluster.on(mesh)
     moves = Moves(AxisWise(mesh, here))
@@ -113,15 +121,15 @@ def assembled(graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision) 
         models.append(model_of(layer, rules, mesh, here.compute_seconds, moves.seconds))
     hardware = here.hardware
     assert hardware is not None
-    rate = hardware.device_memory * hardware.shares.memory
-    return Assembly(graph, parts_of(graph, models), moves, precision, rate), tuple(whole)
+    rates = Rates(memory=hardware.device_memory * hardware.shares.memory, host_link=hardware.host_link * hardware.shares.link)
+    return Assembly(graph, parts_of(graph, models), moves, precision, rates, ways), tuple(whole)
 
 
 def _planned(
     graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, optimizer: str, objective: str, limit: int, seconds: float,
-    gap: float,
+    gap: float, saving: Sequence[str],
 ) -> tuple[Plan, Solution]:  # fmt: skip
-    assembly, whole = assembled(graph, cluster, mesh, precision)
+    assembly, whole = assembled(graph, cluster, mesh, precision, saving)
     problem = assembly.sketch.problem(limit)
     solution = solve(problem, objective=objective, seconds=seconds, gap=gap)
     if solution.peak_nbytes > limit:
