@@ -11,6 +11,7 @@ import torch
 
 from scrimp import Cluster, FitError, Mesh, Plan, PlanError, ScrimpError, plan, zoo
 from scrimp.layout import Layout
+from scrimp.planner._ways import WAYS
 
 BATCH = 64
 
@@ -22,22 +23,25 @@ def asked(name: str, mesh: str, devices: int = 8, objective: str = "memory", **o
 
 
 @cache
-def planned(name: str, mesh: str, objective: str = "memory") -> Plan:
-    return asked(name, mesh, objective=objective)
+def planned(name: str, mesh: str, objective: str = "memory", saving: tuple[str, ...] = ("keep",)) -> Plan:
+    return asked(name, mesh, objective=objective, saving=saving)
 
 
 def recounted(found: Plan) -> int:
     """The peak once more, from the plan's layouts and the graph alone: every storage while anybody reads it or a view of it,
-    every copy in another layout while it is read, weights and states all the while."""
+    every copy in another layout while it is read, weights and states all the while. What is not kept is away between forward
+    and backward; what is made again is all there, with what that takes, at a moment before its layer's backward."""
     graph, mesh = found.asked.graph, found.mesh
     layers = [layer for layers in found.layers for layer in [layers] * layers.count]
     assert len(layers) == len(graph.layers)
     sizes = dict(mesh.axes)
     itemsize = {"bfloat16": 2, "float32": 4, "int64": 8, "bool": 1}
     steps = [(k, op, False) for k, layer in enumerate(graph.layers) for op in graph.graphs[layer.graph].ops if not op.backward]
-    steps += [
-        (k, op, True) for k, layer in reversed([*enumerate(graph.layers)]) for op in graph.graphs[layer.graph].ops if op.backward
-    ]
+    again = {}
+    for k, layer in reversed([*enumerate(graph.layers)]):
+        again[k] = len(steps) + len(again)
+        steps += [(k, op, True) for op in graph.graphs[layer.graph].ops if op.backward]
+    times = [at for at in range(len(steps) + len(again)) if at not in again.values()]
 
     def local(shape: tuple[int, ...], dtype: str, layout: str) -> int:
         return prod(shape) * itemsize[dtype] // prod(sizes[axis] for dim in Layout.parse(layout).dims for axis in dim)
@@ -62,18 +66,26 @@ def recounted(found: Plan) -> int:
         return k, name
 
     planned_ops = [{op.name: op for op in layer.ops} for layer in layers]
+    groups = [  # who shares a copy
+        {part.model.graph.ops[member.op].name: g for g, group in enumerate(part.model.groups) for member in group.members}
+        for part in found.asked.assembly.parts
+        for _ in range(part.count)
+    ]
     born: dict[tuple[int, str], int] = {}
-    last: dict[tuple[int, str], int] = {}
+    reads: dict[tuple[int, str], list[tuple[int, bool]]] = {}
+    ways: dict[tuple[int, str], str] = {}
+    needed: dict[tuple[int, str], set[int]] = {}  # by layers that run again
     nbytes: dict[tuple[int, str], int] = {}
     made_as: dict[tuple[int, str], str] = {}
-    copies: dict[tuple[tuple[int, str], str, bool, int], tuple[int, int, int]] = {}
-    for at, (k, op, backward) in enumerate(steps):
+    copies: dict[tuple[tuple[int, str], str, bool, int, int], tuple[int, int, int]] = {}
+    for at, (k, op, backward) in zip(times, steps, strict=True):
         values = {value.name: value for value in graph.graphs[graph.layers[k].graph].values}
         for name, layout in zip((name for name in op.outputs if name is not None), planned_ops[k][op.name].outputs, strict=True):
             value = values[name]
             made_as[k, name] = layout
             if value.storage == name:
-                born[k, name], last[k, name] = at, at
+                born[k, name], reads[k, name] = at, []
+                ways[k, name] = "keep" if backward else planned_ops[k][op.name].saved
                 nbytes[k, name] = local(value.shape, value.dtype, layout)
         for name, layout in zip(op.inputs, planned_ops[k][op.name].inputs, strict=True):
             source = origin(k, name)
@@ -81,14 +93,23 @@ def recounted(found: Plan) -> int:
                 continue  # a weight, or of the batch
             theirs = {value.name: value for value in graph.graphs[graph.layers[source[0]].graph].values}
             root = (source[0], theirs[source[1]].storage)
-            if root in last:
-                last[root] = at
+            if root in reads:
+                reads[root].append((at, backward))
+            runs_again = not backward and planned_ops[k][op.name].saved == "recompute"
+            if root in reads and runs_again:
+                needed.setdefault(root, set()).add(k)
             before = Layout.parse(made_as[source])
             if Layout(dims=before.dims, factors=before.factors) != Layout.parse(layout):
                 value = theirs[source[1]]
-                key = (source, layout, backward, k)
+                key = (source, layout, backward, k, groups[k][op.name])
                 first = copies.get(key, (at, at, 0))[0]
                 copies[key] = (first, at, local(value.shape, value.dtype, layout))
+                if runs_again:
+                    copies[source, layout, True, -1 - k, groups[k][op.name]] = (
+                        again[k],
+                        again[k],
+                        local(value.shape, value.dtype, layout),
+                    )
     always = 0
     rates = {"bf16": (2, 12)}[found.precision]
     seen = set()
@@ -101,8 +122,21 @@ def recounted(found: Plan) -> int:
             used = prod(shape) // prod(sizes[axis] for dim in Layout.parse(weight.layout).dims for axis in dim)
             for rate, axes in zip(rates, (weight.weight_axes, weight.state_axes), strict=True):
                 always += layer.count * rate * -(-used // prod(sizes[axis] for axis in axes))
-    spans = [(born[key], last[key], nbytes[key]) for key in born] + [*copies.values()]
-    return always + max(sum(size for first, end, size in spans if first <= at <= end) for at in range(len(steps)))
+    spans = [*copies.values()]
+    for key, first in born.items():
+        ahead = [at for at, backward in reads[key] if not backward]
+        behind = [at for at, backward in reads[key] if backward]
+        leaves = key[1] in graph.graphs[graph.layers[key[0]].graph].outputs
+        runs_again = ways[key] == "recompute" and not leaves
+        if runs_again:
+            spans += [(first, max([first, *ahead]), nbytes[key]), (again[key[0]], max([again[key[0]], *behind]), nbytes[key])]
+        elif ways[key] == "offload" and not leaves and behind:
+            back = min([*behind, *(again[k] for k in needed.get(key, ()))])
+            spans += [(first, max([first, *ahead]), nbytes[key]), (back, max(behind), nbytes[key])]
+        else:
+            later = [again[k] for k in needed.get(key, ()) if k != key[0] or not runs_again]
+            spans.append((first, max([first, *ahead, *behind, *later]), nbytes[key]))
+    return always + max(sum(size for first, end, size in spans if first <= at <= end) for at in range(len(times) + len(again)))
 
 
 @pytest.mark.parametrize("mesh", ["x=8", "x=2,y=4"])
@@ -116,9 +150,10 @@ def test_a_plan_of_the_least_memory_has_every_byte_once(mesh: str) -> None:
 
 @pytest.mark.parametrize("mesh", ["x=8", "x=2,y=4"])
 @pytest.mark.parametrize("objective", ["memory", "time"])
-def test_other_code_counts_the_same_bytes(mesh: str, objective: str) -> None:
+@pytest.mark.parametrize("saving", [("keep",), WAYS])
+def test_other_code_counts_the_same_bytes(mesh: str, objective: str, saving: tuple[str, ...]) -> None:
     """But for the batch, and for weights that are gathered while they are used."""
-    found = planned("gpt-tiny", mesh, objective)
+    found = planned("gpt-tiny", mesh, objective, saving)
     batch = sum(kind.nbytes for kind in found.memory.kinds if kind.kind == "buffers")
     gathered = sum(
         2 * prod(next(each.shape for each in found.asked.graph.parameters if each.name == weight.name))
@@ -130,8 +165,23 @@ def test_other_code_counts_the_same_bytes(mesh: str, objective: str) -> None:
     assert again <= found.memory.peak_nbytes - batch <= again + gathered
 
 
+def test_what_is_made_again_or_sent_away_takes_no_room() -> None:
+    """Below the floor of what keeps everything, at the price of time; which ways there are can be said."""
+    kept = planned("gpt-tiny", "x=8")
+    free = planned("gpt-tiny", "x=8", "memory", WAYS)
+    assert free.memory.peak_nbytes < 0.6 * kept.memory.floor_nbytes
+    assert free.seconds > kept.seconds
+    assert {op.saved for layer in free.layers for op in layer.ops} > {"keep"}
+    for way in ("recompute", "offload"):
+        one = planned("gpt-tiny", "x=8", "memory", ("keep", way))
+        assert {op.saved for layer in one.layers for op in layer.ops} == {"keep", way}
+        assert free.memory.peak_nbytes <= one.memory.peak_nbytes < kept.memory.peak_nbytes
+    with pytest.raises(PlanError, match="saving="):
+        asked("gpt-tiny", "x=8", saving=("recompute",))
+
+
 def test_time_comes_before_memory_if_it_is_asked_to() -> None:
-    least, fast = planned("gpt-tiny", "x=8"), planned("gpt-tiny", "x=8", "time")
+    least, fast = planned("gpt-tiny", "x=8", "memory", WAYS), planned("gpt-tiny", "x=8", "time", WAYS)
     assert fast.seconds < least.seconds
     assert fast.memory.peak_nbytes >= least.memory.peak_nbytes
     middle = asked("gpt-tiny", "x=8", objective="time", budget=2 * least.memory.peak_nbytes)

@@ -168,6 +168,7 @@ def plan(
     objective: Annotated[str, typer.Option(help="memory, time or redundancy: what is to be least.")] = "memory",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
     precision: Annotated[str, typer.Option(help="bf16, fp32, or megatron-bf16, which counts 18 bytes a parameter.")] = "bf16",
+    keep: Annotated[bool, typer.Option("--keep", help="Keep all activations: recompute nothing, offload nothing.")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of the model, such as layers=32.")] = None,
     seconds: Annotated[float, typer.Option(help="For the search, at most.", min=1)] = 60.0,
     gap: Annotated[float, typer.Option(help="Good enough: so much above the best at most.", min=0, max=0.99)] = 0.01,
@@ -186,7 +187,7 @@ def plan(
 
     _plan.make(
         console(), model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch, seq=seq, objective=objective,
-        optimizer=optimizer, precision=precision, settings=settings or [], seconds=seconds, gap=gap, out=out,
+        optimizer=optimizer, precision=precision, keep=keep, settings=settings or [], seconds=seconds, gap=gap, out=out,
     )  # fmt: skip
 
 

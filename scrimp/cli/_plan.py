@@ -10,6 +10,7 @@ from rich.table import Table
 from scrimp.cli._models import model_and_batch
 from scrimp.cluster import Cluster
 from scrimp.errors import ScrimpError
+from scrimp.planner._ways import KEEP, WAYS
 from scrimp.planner.api import plan
 
 if TYPE_CHECKING:
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 def make(
     console: Console, *, model: str, cluster: str, mesh: str | None, budget: str | None, batch: int, seq: int, objective: str,
-    optimizer: str, precision: str, settings: list[str], seconds: float, gap: float, out: Path | None,
+    optimizer: str, precision: str, keep: bool, settings: list[str], seconds: float, gap: float, out: Path | None,
 ) -> None:  # fmt: skip
     made, inputs = model_and_batch(model, batch, seq, settings)
     known = Cluster.load(Path(cluster)) if cluster.endswith(".toml") else Cluster.preset(cluster)
     with console.status("planning") as status:
         found = plan(
             made, inputs, known, mesh=mesh, budget=budget, objective=objective, optimizer=optimizer, precision=precision,
-            seconds=seconds, gap=gap, progress=status.update,
+            saving=(KEEP,) if keep else WAYS, seconds=seconds, gap=gap, progress=status.update,
         )  # fmt: skip
     console.print(found.summary(), soft_wrap=True)
     console.print()

@@ -236,13 +236,24 @@ class Assembly:
         self.sketch.pair_cost(a, b, copies * seconds * again)
         self.sketch.pair_hold(a, b, part.again, part.again, TEMPORARIES, nbytes * again)
         root = one.values[name].storage
-        if root in one.lives and not self._is_kept(maker, name, user, as_name):
-            source = self._nbytes(one, one.makers[root], root) if root in one.makers else self._nbytes(one, group, name)
-            there = self.ways[maker, group].repeat(source)[:, None]
-            if name not in one.graph.outputs:
+        if root not in one.lives:
+            return  # a view of what came from elsewhere
+        inside = name not in one.graph.outputs
+        if not self._is_kept(maker, name, user, as_name):
+            there = self.ways[maker, group].repeat(self._nbytes(one, group, name))[:, None]
+            if inside:
                 there = there * ~self.ways[maker, group].mask(RECOMPUTE, len(one.options[group]))[:, None]
             self.sketch.pair_hold(a, b, part.point(use.forward[1]), part.again, ACTIVATIONS, there * again)
             self.sketch.pair_hold(a, b, *part.span, ACTIVATIONS, (part.count - 1) * there * again)
+        elif inside:  # what was sent to the host comes back for it, earlier than for its own backward
+            back = self.ways[maker, group].only(OFFLOAD, self._nbytes(one, group, name))[:, None] * again
+            self.sketch.pair_hold(a, b, part.again, part.backward + self._until(one, root), ACTIVATIONS, back)
+
+    def _until(self, model: LayerModel, root: str) -> int:
+        """How many operators of the backward run before the first that reads it, less one."""
+        ops = enumerate(model.graph.ops)
+        first = min(k for k, op in ops if op.backward and any(model.values[name].storage == root for name in op.inputs))
+        return first - model.forward_ops - 1
 
     def _is_kept(self, maker: int, name: str, user: int, as_name: str) -> bool:
         """It is there in the user's backward anyhow, if it is kept at all."""
