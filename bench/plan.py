@@ -3,7 +3,8 @@
 For every model and number of devices: scrimp's plan of the least memory, and the fastest within a tenth of it; Megatron-LM's
 tensor parallelism with and without sequence splitting and its distributed optimizer; data parallelism and ZeRO. All count 18
 bytes a parameter, and keep what is saved; scrimp's last plan may also run forwards again and send to the host. Peaks and seconds
-are predictions, for the cluster that is named. "Floor": every byte of that moment once, over all devices. Rows are in bench/results/plan/COMMIT.json, tables beside.
+are predictions, for the cluster that is named. "Floor": every byte of that moment once, over all devices. Rows are in
+bench/results/plan/COMMIT.json, tables beside.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"{found[0]['model']}, {found[0]['devices']} devices, a sequence each:",
         "",
-        "| plan | mesh | peak GiB | least is lower by | recomputing by | above its floor | step s | gap | capture, draw up, solve s |",
+        "| plan | mesh | peak GiB | least is lower by | free by | above its floor | step s | gap | capture, draw up, solve s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found:
