@@ -165,6 +165,17 @@ def test_other_code_counts_the_same_bytes(mesh: str, objective: str, saving: tup
     assert again <= found.memory.peak_nbytes - batch <= again + gathered
 
 
+@pytest.mark.parametrize("saving", [("keep",), WAYS])
+def test_layers_that_choose_together_are_counted_one_by_one(saving: tuple[str, ...]) -> None:
+    """Groups of 2 and more: the other code knows nothing of groups, and looks at every layer."""
+    with torch.device("meta"):
+        model = zoo.build("gpt-tiny", layers=5)
+    found = plan(model, zoo.example_batch("gpt-tiny", BATCH), "8xA100-80", mesh="x=8", saving=saving)
+    assert max(layers.count for layers in found.layers) == 2
+    batch = sum(kind.nbytes for kind in found.memory.kinds if kind.kind == "buffers")
+    assert recounted(found) == found.memory.peak_nbytes - batch
+
+
 def test_what_is_made_again_or_sent_away_takes_no_room() -> None:
     """Below the floor of what keeps everything, at the price of time; which ways there are can be said."""
     kept = planned("gpt-tiny", "x=8")
