@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -42,6 +42,6 @@ def test_every_operator_has_a_moment_and_backwards_are_turned_round() -> None:
     assert [part.first for part in parts] == [0, 1, 3, 4, 5, 6]
     points = [part.point(op) for part in parts for op in range(len(part.model.graph.ops))] + [part.again for part in parts]
     assert sorted(points) == [*range(len(points))]
-    for before, after in zip(parts, parts[1:], strict=False):
+    for before, after in pairwise(parts):
         assert before.forward < after.forward
         assert before.again > after.span[1]
