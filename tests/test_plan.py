@@ -12,6 +12,7 @@ import torch
 from scrimp import Cluster, FitError, Mesh, Plan, PlanError, ScrimpError, plan, zoo
 from scrimp.layout import Layout
 from scrimp.planner._ways import WAYS
+from tests import capture_models
 
 BATCH = 64
 
@@ -205,6 +206,16 @@ def test_time_comes_before_memory_if_it_is_asked_to() -> None:
 @pytest.mark.parametrize("mesh", ["x=8", "x=2,y=4", "x=2,y=2,z=2"])
 def test_no_operator_of_the_zoo_is_kept_whole(name: str, mesh: str) -> None:
     found = planned(name, mesh)
+    assert found.whole == ()
+    assert found.memory.peak_nbytes <= 1.1 * found.memory.floor_nbytes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", capture_models.FAMILIES)
+@pytest.mark.parametrize("mesh", ["x=8", "x=2,y=4"])
+def test_no_operator_of_hugging_face_is_kept_whole(family: str, mesh: str) -> None:
+    pytest.importorskip("transformers")
+    found = plan(capture_models.build(family), capture_models.batch(family, 8), "8xA100-80", mesh=mesh, saving=("keep",))
     assert found.whole == ()
     assert found.memory.peak_nbytes <= 1.1 * found.memory.floor_nbytes
 
