@@ -74,7 +74,8 @@ class PlannedLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`gap`: by how much at most the peak (objective "memory") or the seconds ("time") could be less, as a part of them."""
+    """`gap`: by how much at most what was asked to be least could be less (the peak, the redundant bytes, or the seconds), as a
+    part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that."""
 
     mesh: Mesh
     cluster: str
@@ -84,6 +85,7 @@ class Plan:
     memory: PlannedMemory
     seconds: float
     gap: float
+    seconds_gap: float
     layers: tuple[PlannedLayers, ...]
     spent_seconds: float = 0.0
     whole: tuple[str, ...] = ()  # operators without a rule, that every device runs whole
@@ -100,7 +102,7 @@ class Plan:
             + (f", {format_nbytes(kind.redundant_nbytes)} of it elsewhere too" if kind.redundant_nbytes else "")
             for kind in self.memory.kinds
         ]
-        lines += [f"step      {self.seconds:.4g} s", f"gap       {self.gap:.2%} at most"]
+        lines += [f"step      {self.seconds:.4g} s", f"gap       {self.gap:.2%} at most; of the seconds {self.seconds_gap:.2%}"]
         if self.whole:
             lines.append(f"whole     {', '.join(self.whole)}: there is no rule, so every device runs all of it")
         return "\n".join(lines)
