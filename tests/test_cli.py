@@ -376,26 +376,3 @@ def test_problems_of_the_demo_are_small_and_for_eight_ranks() -> None:
         made = program(problem.shape, str(problem.mesh), problem.src, problem.dst)
         assert made.peak_numel == made.cap_numel
         assert prod(problem.shape) * made.itemsize == 16 << 20
-
-
-def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    text = scrimp("plan", "gpt-tiny", "--cluster", "4xA100-80", "--mesh", "x=4", "--batch", "8", "--out", str(out)).output
-    assert "if every byte were there once" in text
-    assert "blocks.0.attention.qkv.weight" in text
-    assert json.loads(out.read_text())["format"] == "scrimp.plan"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["gpt-huge", "--cluster", "8xH100"], "the zoo has no model 'gpt-huge'"),
-        (["gpt-tiny", "--cluster", "8xH1000"], "H100"),
-        (["gpt-tiny", "--cluster", "8xH100", "--set", "layers"], "name=value"),
-        (["gpt-tiny", "--cluster", "8xH100", "--mesh", "x=16"], "16 devices"),
-        (["gpt-tiny", "--cluster", "8xH100", "--mesh", "x=8", "--budget", "10KiB"], "KiB"),
-        (["nothing:here", "--cluster", "8xH100"], "nothing:here"),
-    ],
-)
-def test_what_cannot_be_planned_is_said(arguments: list[str], words: str) -> None:
-    assert words in scrimp("plan", *arguments, code=2).stderr

@@ -14,12 +14,14 @@ from unittest import mock
 
 from torch import Tensor, nn
 
+from scrimp.layers._caches import no_caches
+
 
 @contextmanager
 def as_in_training(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     """`inputs` by name."""
     with ExitStack() as stack:
-        stack.enter_context(_no_caches(model))
+        stack.enter_context(no_caches(model))
         masks = sys.modules.get("transformers.masking_utils")
         if masks is not None and _plain(inputs):
             table = masks.ALL_MASK_ATTENTION_FUNCTIONS
@@ -54,16 +56,3 @@ def _skipping(original: Any) -> Any:
         return original(batch_size, q_length, kv_length, *args, **kwargs)
 
     return mask
-
-
-@contextmanager
-def _no_caches(model: nn.Module) -> Iterator[None]:
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in caching:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in caching:
-            config.use_cache = True

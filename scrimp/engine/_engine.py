@@ -30,7 +30,6 @@ from scrimp.chunks._table import Slot
 from scrimp.engine._advice import check_landing, check_loss, does_not_fit
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
-from scrimp.engine._caches import no_caches
 from scrimp.engine._dense import DenseExchange
 from scrimp.engine._evaluate import evaluate
 from scrimp.engine._fit import first_places
@@ -55,6 +54,7 @@ from scrimp.engine._world import agreed, join_world, least_of_all, ranks_here, s
 from scrimp.errors import FitError, MoveError, RunError
 from scrimp.exchange import Dense, Sparse
 from scrimp.layers import find_layers
+from scrimp.layers._caches import no_caches
 from scrimp.layout import Mesh
 from scrimp.ledger import Books, Ledger
 

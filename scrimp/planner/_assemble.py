@@ -18,11 +18,12 @@ from math import prod
 
 import numpy as np
 
-from scrimp.capture._graph import Graph
+from scrimp.capture._graph import Graph, Value
 from scrimp.layout import Mesh
+from scrimp.move._dtypes import ITEMSIZE
 from scrimp.planner._layer import LayerModel, Use
 from scrimp.planner._moves import Moves
-from scrimp.planner._options import ITEMSIZE, Option
+from scrimp.planner._options import Option
 from scrimp.planner._placed import Placed
 from scrimp.planner._sketch import Numbers, Sketch
 from scrimp.planner._stack import Part
@@ -108,7 +109,7 @@ class Assembly:
         nbytes = self.ways[k, group].repeat(self._nbytes(part.model, group, root))
         saved = first < self._turn <= last
         kind = ACTIVATIONS if saved else TEMPORARIES
-        whole = prod(part.model.values[root].shape) * ITEMSIZE[part.model.values[root].dtype]
+        whole = _whole_nbytes(part.model.values[root])
         self.sketch.hold(self.nodes[k, group], first, last, kind, nbytes)
         self.sketch.must_be(first, last, kind, whole)
         if saved and part.count > 1:
@@ -120,8 +121,7 @@ class Assembly:
         part, model = self.parts[k], self.parts[k].model
         group = model.makers[root]
         node, here, nbytes = self.nodes[k, group], self.ways[k, group], self._nbytes(model, group, root)
-        used = [op for op, each in enumerate(model.graph.ops) if any(model.values[name].storage == root for name in each.inputs)]
-        first, last = model.lives[root]
+        used, (first, last) = model.reads[root], model.lives[root]
         ahead = max([first, *(op for op in used if op < model.forward_ops)])
         behind = min(op for op in used if op >= model.forward_ops)
         kept = here.only(KEEP, nbytes)
@@ -132,7 +132,7 @@ class Assembly:
             self.sketch.hold(node, part.point(first), part.point(ahead), TEMPORARIES, gone)
             self.sketch.hold(node, back, part.point(last), ACTIVATIONS, gone)
         self.sketch.cost(node, 2 * part.count * here.only(OFFLOAD, nbytes) / self.rates.host_link)
-        whole = prod(model.values[root].shape) * ITEMSIZE[model.values[root].dtype]
+        whole = _whole_nbytes(model.values[root])
         self.sketch.must_be(part.point(first), part.point(last), ACTIVATIONS, whole)
         self.sketch.must_be(*part.span, ACTIVATIONS, (part.count - 1) * whole)
 
@@ -178,7 +178,7 @@ class Assembly:
                 itemsize = ITEMSIZE[model.values[name].dtype]
                 always = (0, self.sketch.points - 1)
                 self.sketch.hold(self.nodes[k, group], *always, BUFFERS, itemsize * np.array(self.ways[k, group].spread(nbytes)))
-                self.sketch.must_be(*always, BUFFERS, itemsize * prod(model.values[name].shape))
+                self.sketch.must_be(*always, BUFFERS, _whole_nbytes(model.values[name]))
 
     def _readers(self, k: int, output: str) -> Iterator[Reader]:
         """Groups of later layers that use an output of this part; of those in the part itself, all but the last use the
@@ -218,13 +218,11 @@ class Assembly:
         one, other = self.parts[maker].model, self.parts[user].model
         if name not in one.makers:
             return
-        itemsize = ITEMSIZE[one.values[name].dtype]
         group = one.makers[name]
         made = self.ways[maker, group].spread([option.made[name] for option in one.options[group]])
         needed = self.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
         a, b = self.nodes[maker, group], self.nodes[user, use.group]
-        seconds = _table(made, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
-        nbytes = _table(made, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
+        seconds, nbytes = self._tables(made, needed, ITEMSIZE[one.values[name].dtype])
         self.sketch.pair_cost(a, b, copies * len(use.spans) * seconds)
         part = self.parts[user]
         for first, last in use.spans:
@@ -247,13 +245,13 @@ class Assembly:
             self.sketch.pair_hold(a, b, *part.span, ACTIVATIONS, (part.count - 1) * there * again)
         elif inside:  # what was sent to the host comes back for it, earlier than for its own backward
             back = self.ways[maker, group].only(OFFLOAD, self._nbytes(one, group, name))[:, None] * again
-            self.sketch.pair_hold(a, b, part.again, part.backward + self._until(one, root), ACTIVATIONS, back)
+            first = min(op for op in one.reads[root] if op >= one.forward_ops)
+            self.sketch.pair_hold(a, b, part.again, part.point(first) - 1, ACTIVATIONS, back)
 
-    def _until(self, model: LayerModel, root: str) -> int:
-        """How many operators of the backward run before the first that reads it, less one."""
-        ops = enumerate(model.graph.ops)
-        first = min(k for k, op in ops if op.backward and any(model.values[name].storage == root for name in op.inputs))
-        return first - model.forward_ops - 1
+    def _tables(self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int) -> tuple[Numbers, Numbers]:
+        """Seconds of moves, and bytes of the copies."""
+        seconds = _table(made, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
+        return seconds, _table(made, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
 
     def _is_kept(self, maker: int, name: str, user: int, as_name: str) -> bool:
         """It is there in the user's backward anyhow, if it is kept at all."""
@@ -313,14 +311,12 @@ class Assembly:
     def _tied(self, owner: int, name: str, user: int, as_name: str) -> None:
         """A weight that an earlier part has: it is moved to where it is used again, and its gradient back."""
         one, other = self.parts[owner].model, self.parts[user].model
-        itemsize = ITEMSIZE[one.values[name].dtype]
         first = one.uses[name][0].group
         there = self.ways[owner, first].spread([option.needed[name] for option in one.options[first]])
         for use in other.uses[as_name]:
             needed = self.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
             pair = (self.nodes[owner, first], self.nodes[user, use.group])
-            seconds = _table(there, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
-            nbytes = _table(there, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
+            seconds, nbytes = self._tables(there, needed, ITEMSIZE[one.values[name].dtype])
             self.sketch.pair_cost(*pair, (len(use.spans) + 1) * seconds)
             for first_op, last_op in use.spans:
                 part = self.parts[user]
@@ -350,6 +346,11 @@ _KINDS: dict[str, Callable[[AtRest], float]] = {
     GRADIENTS: lambda each: each.gradient_nbytes,
     OPTIMIZER: lambda each: each.state_nbytes,
 }
+
+
+def _whole_nbytes(value: Value) -> int:
+    """Of all devices together, held once."""
+    return prod(value.shape) * ITEMSIZE[value.dtype]
 
 
 def _saves(model: LayerModel, g: int) -> bool:

@@ -30,7 +30,7 @@ class Use:
 @dataclass(frozen=True, kw_only=True)
 class LayerModel:
     """`makers`: the group of each value that is made here. `uses`: by value, of other groups than its maker's. `lives`: of each
-    storage that is made here, from the operator that makes it to the last that reads it or a view of it."""
+    storage that is made here, from the operator that makes it to the last that reads it or a view of it; `reads`: all that do."""
 
     graph: LayerGraph
     groups: tuple[Group, ...]
@@ -39,6 +39,7 @@ class LayerModel:
     makers: Mapping[str, int]
     uses: Mapping[str, tuple[Use, ...]]
     lives: Mapping[str, Span]
+    reads: Mapping[str, tuple[int, ...]]
 
     @property
     def forward_ops(self) -> int:
@@ -72,15 +73,18 @@ def model_of(graph: LayerGraph, rules: Mapping[str, Rule | None], mesh: Mesh, wo
                 by_group.setdefault(group_of[k], []).append(k)
         uses[name] = tuple(_use(graph, group, ops) for group, ops in by_group.items())
     lives: dict[str, Span] = {}
+    reads: dict[str, tuple[int, ...]] = {}
     for k, op in enumerate(graph.ops):
         for each in (*op.outputs, *op.inputs):
             if each is not None and values[values[each].storage].kind == MADE:
                 root = values[each].storage
                 lives[root] = (lives.get(root, (k, k))[0], k)
+        for root in {values[name].storage for name in op.inputs}:
+            reads[root] = (*reads.get(root, ()), k)
     options = tuple(tuple(option(graph, group, mesh, split, work, move) for split in splits(group, mesh)) for group in groups)
     return LayerModel(
         graph=graph, groups=groups, options=options, values=values, makers=makers,
-        uses={name: found for name, found in uses.items() if found}, lives=lives,
+        uses={name: found for name, found in uses.items() if found}, lives=lives, reads=reads,
     )  # fmt: skip
 
 

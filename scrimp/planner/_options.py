@@ -13,12 +13,9 @@ from math import prod
 
 from scrimp.capture._graph import LayerGraph, Value
 from scrimp.layout import Mesh
+from scrimp.move._dtypes import ITEMSIZE
 from scrimp.planner._groups import Dims, Group, Member
 from scrimp.planner._placed import Placed, placed
-
-ITEMSIZE = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 
 Work = Callable[[float, float, str], float]  # seconds of so many operations over so many bytes of a type
 Move = Callable[[Placed, Placed, int], float]  # seconds from one placement to another, for elements of so many bytes

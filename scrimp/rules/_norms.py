@@ -4,6 +4,8 @@ members talk."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from scrimp.rules._batch_norm import BATCH_NORM_RUNS
@@ -11,6 +13,8 @@ from scrimp.rules._call import Call
 from scrimp.rules._draft import Draft
 from scrimp.rules._here import Here, family
 from scrimp.rules._rule import FREE, INSIDE, SUM, WHOLE, Dims, Rule, Talk
+
+Of = Callable[[Call, Draft, str], tuple[Dims, Dims, Dims]]  # of the input, of what is normalised, of the statistics
 
 
 def _rows(call: Call, draft: Draft, kind: str) -> tuple[Dims, Dims, Dims]:
@@ -22,21 +26,6 @@ def _rows(call: Call, draft: Draft, kind: str) -> tuple[Dims, Dims, Dims]:
     draft.put("weight", normalised)
     draft.put("bias", normalised)
     return (*rows, *normalised), normalised, (*rows, *[()] * inner)
-
-
-def _layer_norm(call: Call) -> Rule:
-    draft = Draft(call)
-    dims, _, statistics = _rows(call, draft, FREE)
-    return draft.rule(dims, *[statistics] * (len(call.op.outputs) - 1))
-
-
-def _layer_norm_backward(call: Call) -> Rule:
-    draft = Draft(call)
-    dims, normalised, statistics = _rows(call, draft, SUM)
-    draft.put("grad_out", dims)
-    draft.put("mean", statistics)
-    draft.put("rstd", statistics)
-    return draft.rule(*_wanted(call, (dims, normalised, normalised)), linear=[("grad_out",)])
 
 
 def _wanted(call: Call, outputs: tuple[Dims, ...]) -> list[Dims | None]:
@@ -54,19 +43,19 @@ def _groups(call: Call, draft: Draft, kind: str) -> tuple[Dims, Dims, Dims]:
     return dims, (channels,), (n, g)
 
 
-def _group_norm(call: Call) -> Rule:
+def _forward(of: Of, call: Call) -> Rule:
     draft = Draft(call)
-    dims, _, statistics = _groups(call, draft, FREE)
-    return draft.rule(dims, statistics, statistics)
+    dims, _, statistics = of(call, draft, FREE)
+    return draft.rule(dims, *[statistics] * (len(call.op.outputs) - 1))
 
 
-def _group_norm_backward(call: Call) -> Rule:
+def _backward(of: Of, call: Call) -> Rule:
     draft = Draft(call)
-    dims, channels, statistics = _groups(call, draft, SUM)
+    dims, normalised, statistics = of(call, draft, SUM)
     draft.put("grad_out", dims)
     draft.put("mean", statistics)
     draft.put("rstd", statistics)
-    return draft.rule(*_wanted(call, (dims, channels, channels)), linear=[("grad_out",)])
+    return draft.rule(*_wanted(call, (dims, normalised, normalised)), linear=[("grad_out",)])
 
 
 def _local_groups(here: Here) -> dict[str, Any]:
@@ -109,12 +98,12 @@ def _talks(call: Call, dims: Dims) -> list[Talk]:
 
 NORMS = family(
     {
-        **dict.fromkeys(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"), _layer_norm),
+        **dict.fromkeys(("aten.native_layer_norm.default", "aten._fused_rms_norm.default"), partial(_forward, _rows)),
         **dict.fromkeys(
-            ("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default"), _layer_norm_backward
+            ("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default"), partial(_backward, _rows)
         ),
-        "aten.native_group_norm.default": _group_norm,
-        "aten.native_group_norm_backward.default": _group_norm_backward,
+        "aten.native_group_norm.default": partial(_forward, _groups),
+        "aten.native_group_norm_backward.default": partial(_backward, _groups),
         **dict.fromkeys(
             (
                 "aten.native_batch_norm.default",
