@@ -100,7 +100,7 @@ def title(case: Case) -> str:
 def page(section: str, device: str, rows: dict[str, Row]) -> str:
     """What a section is for, and its tables; nothing where there are none."""
     found = tables(points_on(device, section), rows)
-    about = (SECTIONS[section].__doc__ or "").partition(". ")[0]
+    about = (SECTIONS[section].__doc__ or "").partition(". ")[0].removesuffix(".")
     return f"## {section}\n\n{' '.join(about.split())}.\n\n{found}" if found else ""
 
 

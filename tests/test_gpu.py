@@ -249,7 +249,7 @@ def test_memory_that_the_user_takes_between_steps(clip: float | None) -> None:
     """The step is tried again with what is left, as long as nothing was updated; with less than that it says so."""
     torch.manual_seed(0)
     model = Deep()
-    batches = [(torch.randn(256, 2048),) for _ in range(9)]
+    batches = [(torch.randn(256, 2048),) for _ in range(25)]
     settings: dict[str, Any] = {"optimizer": AdamW(lr=1e-4), "clip_norm": clip, "skip_nonfinite": False, "recompute": "all"}
     engine = Engine(copy.deepcopy(model), memory=Memory(device="8GiB"), **settings)
     want = [float(engine.step(*batch)) for batch in batches]
@@ -257,19 +257,32 @@ def test_memory_that_the_user_takes_between_steps(clip: float | None) -> None:
     del engine
     cap = 640 << 20  # 14 bytes for each of 67M parameters are 897 MiB
     engine = Engine(copy.deepcopy(model), memory=Memory(device=cap), **settings)
+    limit = int(torch.cuda.get_per_process_memory_fraction() * torch.cuda.get_device_properties(0).total_memory)
+
+    def nearly_all() -> torch.Tensor:
+        torch.cuda.empty_cache()
+        return torch.empty(limit - torch.cuda.memory_reserved() - (8 << 20), dtype=torch.uint8, device="cuda")
+
+    def on_device() -> int:
+        return sum(home.place == "device" for home in engine.store.homes)
+
     try:
         got = [float(engine.step(*batch)) for batch in batches[:4]]
-        homes = sum(home.place == "device" for home in engine.store.homes)
-        assert homes
-        hog = torch.empty(500 << 20, dtype=torch.uint8, device="cuda")
+        homes = [on_device()]
+        assert homes[0]
+        taken = [nearly_all()]
         got += [float(engine.step(*batch)) for batch in batches[4:7]]
-        assert sum(home.place == "device" for home in engine.store.homes) < homes
-        assert torch.cuda.max_memory_reserved() <= cap + (4 << 20)
-        more = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+        homes.append(on_device())
         with pytest.raises(FitError, match="the ledger has"):
-            engine.step(*batches[7])
-        del hog, more
-        got += [float(engine.step(*batch)) for batch in batches[7:]]
+            for batch in batches[7:-2]:  # each time there are fewer homes to move away
+                taken.append(nearly_all())
+                got.append(float(engine.step(*batch)))
+                homes.append(on_device())
+        assert homes == sorted(homes, reverse=True)
+        assert homes[0] > homes[1] and homes[-1] == 0
+        assert torch.cuda.max_memory_reserved() <= limit + (4 << 20)
+        taken.clear()
+        got += [float(engine.step(*batch)) for batch in batches[len(got) :]]
         assert got == pytest.approx(want, rel=1e-3)
     finally:
         engine.close()
