@@ -8,13 +8,14 @@
     joint     its forward and backward as ATen calls                    _joint_private.py
     graph     as data                                                   _layer_graph.py
 
-All but `trace` works on one layer of each class, so that depth costs Dynamo's time only.
+All but `trace` works on one layer of each class, and of a run of alike layers few are traced (_depth.py).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from scrimp.capture._clean import WAY_OUT, clean, tensor_of
+from scrimp.capture._depth import Run, lengthened, runs_of, shortened
 from scrimp.capture._dynamo_private import Refused, line_of, storage_of, trace
 from scrimp.capture._graph import BORDER, BUFFER, PARAMETER, Graph, Layer, LayerGraph, Parameter, Source, Value
 from scrimp.capture._joint_private import FakeTensorMode, trace_joint
@@ -53,12 +55,22 @@ class _Loss(nn.Module):
 def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
     """What one step of training computes, by layers. The forward returns a scalar loss, or an object or a dict with `loss`.
     Model and batch may be on any device, also on meta; shapes are those of the batch, fixed."""
+    runs = runs_of(model)
+    if runs:
+        with suppress(CaptureError):  # that of the whole model says more
+            graph: Graph | None = _Capture(model, args, kwargs or {}, runs).run()
+            for run in runs:
+                graph = graph and lengthened(graph, run)
+            if graph is not None:
+                return graph
     return _Capture(model, args, kwargs or {}).run()
 
 
 class _Capture:
-    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.model = model
+    """`runs`: of alike layers, of which most are left out."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], runs: Sequence[Run] = ()) -> None:
+        self.model, self.runs = model, runs
         self.mode = FakeTensorMode()
         self.places = Places(model)
         self.names = batch_names(model, args, kwargs)
@@ -69,7 +81,12 @@ class _Capture:
         self.parameters = tuple(parameters_of(model).values())
 
     def run(self) -> Graph:
-        with torch.enable_grad(), stand_ins(self.model, self.mode) as known, as_in_training(self.model, self.given):
+        with (
+            torch.enable_grad(),
+            stand_ins(self.model, self.mode) as known,
+            as_in_training(self.model, self.given),
+            shortened(self.model, self.runs),
+        ):
             module, tensors, effects = self._trace()
             holders = [node for node in module.graph.nodes if node.op == "placeholder"]
             owned = {node: known[id(tensor)] for node, tensor in zip(holders, tensors, strict=True) if id(tensor) in known}

@@ -52,12 +52,14 @@ class Reader:
 
 
 class Assembly:
-    """`nodes`: of each part and group; `rest`: of the weights of each part and group."""
+    """`nodes`: of each part and group; `rest`: of the weights of each part and group. `alone`: nothing is moved, and of each kind
+    of what is at rest there is as little as can be. No plan can be below that, and there are no edges in it."""
 
     def __init__(
-        self, graph: Graph, parts: Sequence[Part], moves: Moves, precision: Precision, rates: Rates, ways: Sequence[str] = WAYS
-    ) -> None:
-        self.graph, self.parts, self.moves = graph, parts, moves
+        self, graph: Graph, parts: Sequence[Part], moves: Moves, precision: Precision, rates: Rates, ways: Sequence[str] = WAYS,
+        *, alone: bool = False,
+    ) -> None:  # fmt: skip
+        self.graph, self.parts, self.moves, self.alone = graph, parts, moves, alone
         self.precision, self.rates = precision, rates
         self.part_of = {layer: k for k, part in enumerate(parts) for layer in range(part.first, part.first + part.count)}
         points = sum(len(part.model.graph.ops) + 1 for part in parts)
@@ -216,7 +218,7 @@ class Assembly:
     def _moved(self, maker: int, name: str, user: int, use: Use, as_name: str, copies: int) -> None:
         """What a group made, for a group that uses it, under the name it has there."""
         one, other = self.parts[maker].model, self.parts[user].model
-        if name not in one.makers:
+        if self.alone or name not in one.makers:
             return
         group = one.makers[name]
         made = self.ways[maker, group].spread([option.made[name] for option in one.options[group]])
@@ -273,8 +275,21 @@ class Assembly:
                 by_group.setdefault(model.uses[name][0].group, []).append(name)
             else:
                 self._tied(*owner, k, name)
-        choices = levels(self.moves.mesh, self.precision)
+        choices, always = levels(self.moves.mesh, self.precision), (0, self.sketch.points - 1)
         for group, names in by_group.items():
+            elements = part.count * sum(prod(model.values[name].shape) for name in names)
+            trained = part.count * sum(prod(model.values[name].shape) for name in names if name in gradients)
+            self.sketch.must_be(*always, PARAMETERS, elements * self.precision.weight)
+            self.sketch.must_be(*always, GRADIENTS, trained * self.precision.gradient)
+            self.sketch.must_be(*always, OPTIMIZER, trained * self.precision.states)
+            if self.alone:
+                level = (max(max(level) for level in choices),) * len(self.moves.mesh.axes)
+                least = self.ways[k, group].spread([self._at_rest(o, names, gradients, level) for o in model.options[group]])
+                for kind, of in _KINDS.items():
+                    self.sketch.hold(
+                        self.nodes[k, group], *always, kind, part.count * np.array([int(of(each)) for each in least])
+                    )
+                continue
             node = self.sketch.node(
                 f"{self.graph.layers[part.first].path}/{model.groups[group].name}/weights",
                 [_level_words(self.moves.mesh, c) for c in choices],
@@ -292,12 +307,6 @@ class Assembly:
             self.sketch.pair_cost(*pair, part.count * numbers(lambda each: each.seconds))
             again = here.mask(RECOMPUTE, len(model.options[group]))[:, None]
             self.sketch.pair_cost(*pair, part.count * numbers(lambda each: each.gather_seconds) * again)
-            always = (0, self.sketch.points - 1)
-            elements = part.count * sum(prod(model.values[name].shape) for name in names)
-            trained = part.count * sum(prod(model.values[name].shape) for name in names if name in gradients)
-            self.sketch.must_be(*always, PARAMETERS, elements * self.precision.weight)
-            self.sketch.must_be(*always, GRADIENTS, trained * self.precision.gradient)
-            self.sketch.must_be(*always, OPTIMIZER, trained * self.precision.states)
             for kind, of in _KINDS.items():
                 self.sketch.pair_hold(*pair, *always, kind, part.count * numbers(of).astype(np.int64))
             spans = [span for name in names for use in model.uses[name] if use.group == group for span in use.spans]
@@ -310,6 +319,8 @@ class Assembly:
 
     def _tied(self, owner: int, name: str, user: int, as_name: str) -> None:
         """A weight that an earlier part has: it is moved to where it is used again, and its gradient back."""
+        if self.alone:
+            return
         one, other = self.parts[owner].model, self.parts[user].model
         first = one.uses[name][0].group
         there = self.ways[owner, first].spread([option.needed[name] for option in one.options[first]])

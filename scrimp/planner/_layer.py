@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scrimp.capture._graph import BORDER, MADE, PARAMETER, LayerGraph, Value
-from scrimp.layout import Mesh
 from scrimp.planner._groups import Group, groups_of
-from scrimp.planner._options import Move, Option, Work, option, splits
+from scrimp.planner._options import Option
 from scrimp.rules._rule import Rule
 
 Span = tuple[int, int]  # the first and the last of some operators, by index
@@ -56,7 +55,8 @@ class LayerModel:
         return tuple(value.name for value in self.graph.values if value.kind == PARAMETER and value.name in self.uses)
 
 
-def model_of(graph: LayerGraph, rules: Mapping[str, Rule | None], mesh: Mesh, work: Work, move: Move) -> LayerModel:
+def model_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> LayerModel:
+    """Without options: those depend on the mesh."""
     groups = groups_of(graph, rules)
     values = {value.name: value for value in graph.values}
     group_of = {member.op: k for k, group in enumerate(groups) for member in group.members}
@@ -81,9 +81,8 @@ def model_of(graph: LayerGraph, rules: Mapping[str, Rule | None], mesh: Mesh, wo
                 lives[root] = (lives.get(root, (k, k))[0], k)
         for root in {values[name].storage for name in op.inputs}:
             reads[root] = (*reads.get(root, ()), k)
-    options = tuple(tuple(option(graph, group, mesh, split, work, move) for split in splits(group, mesh)) for group in groups)
     return LayerModel(
-        graph=graph, groups=groups, options=options, values=values, makers=makers,
+        graph=graph, groups=groups, options=(), values=values, makers=makers,
         uses={name: found for name, found in uses.items() if found}, lives=lives, reads=reads,
     )  # fmt: skip
 

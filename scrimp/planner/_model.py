@@ -234,8 +234,9 @@ class Model:
 
     def _caps(self, upper: Numbers, limit: float, held: float, seconds: float) -> None:
         room = limit - self.reduced.floor
+        spare = seconds - self.reduced.seconds - sum(float(costs.seconds.min()) for costs, _ in self.parts)
         for costs, places in self.parts:
-            over = (costs.seconds > seconds - self.reduced.seconds) | (costs.held > held - self.reduced.held)
+            over = (costs.seconds - costs.seconds.min() > spare) | (costs.held > held - self.reduced.held)
             for first, last, table in costs.spans:
                 over |= table > room[first : last + 1].min()
             upper[places[over & (places >= 0)]] = 0.0

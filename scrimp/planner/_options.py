@@ -17,17 +17,18 @@ from scrimp.move._dtypes import ITEMSIZE
 from scrimp.planner._groups import Dims, Group, Member
 from scrimp.planner._placed import Placed, placed
 
+Split = tuple[int | None, ...]  # the atom of each axis, None if it splits nothing
 Work = Callable[[float, float, str], float]  # seconds of so many operations over so many bytes of a type
 Move = Callable[[Placed, Placed, int], float]  # seconds from one placement to another, for elements of so many bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """`split`: the atom of each axis of the mesh, None if it splits nothing. `made` and `needed`: by value. `work_seconds` are
+    """`made` and `needed`: by value. `work_seconds` are
     the operators' own, `talk_seconds` those of sums that are completed and of what operators say to each other inside;
     `again_seconds` both for the forward alone, were it to run again."""
 
-    split: tuple[int | None, ...]
+    split: Split
     made: Mapping[str, Placed]
     needed: Mapping[str, Placed]
     work_seconds: float
@@ -39,7 +40,7 @@ class Option:
         return self.work_seconds + self.talk_seconds
 
 
-def splits(group: Group, mesh: Mesh) -> Iterator[tuple[int | None, ...]]:
+def splits(group: Group, mesh: Mesh) -> Iterator[Split]:
     """All ways to give an atom to each axis: axes that share one must divide it together."""
     choices = [
         [None, *(k for k, size in enumerate(group.sizes) if group.may_split[k] and size % length == 0)] for _, length in mesh.axes
@@ -53,7 +54,7 @@ def splits(group: Group, mesh: Mesh) -> Iterator[tuple[int | None, ...]]:
             yield split
 
 
-def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Sequence[int | None], work: Work, move: Move) -> Option:
+def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work, move: Move) -> Option:
     values = {value.name: value for value in graph.values}
     axes: dict[int, tuple[str, ...]] = {}
     for name, atom in zip(mesh.names, split, strict=True):
@@ -102,7 +103,7 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Sequence[int | No
         if not op.backward:
             again_seconds += work_seconds + talk_seconds - before
     return Option(
-        split=tuple(split), made=made, needed=needed, work_seconds=work_seconds, talk_seconds=talk_seconds,
+        split=split, made=made, needed=needed, work_seconds=work_seconds, talk_seconds=talk_seconds,
         again_seconds=again_seconds,
     )  # fmt: skip
 

@@ -18,11 +18,11 @@ from scrimp.planner._reduce import Costs, Reduced
 
 _PAIRS = 64  # of a link's pairs, those that look best are tried
 _SWEEPS = 50
-_WORK = 2 * 10**8  # bytes at a point, looked at for an option: seconds on most machines, and the same on all of them
+WORK = 2 * 10**8  # bytes at a point, looked at for an option: seconds on most machines, and the same on all of them
 
 
 def improve(
-    reduced: Reduced, choice: Sequence[int], objective: str, limit: float, held_limit: float, deadline: float
+    reduced: Reduced, choice: Sequence[int], objective: str, limit: float, held_limit: float, deadline: float, work: int = WORK
 ) -> tuple[int, ...]:
     """With a peak and a sum of held bytes of at most these, if that can be reached."""
     if not reduced.nodes:
@@ -37,7 +37,7 @@ def improve(
                 break  # single steps first, as long as they win something
             for nodes in moves:
                 better |= state.step(nodes)
-                if state.work > _WORK or time.monotonic() > deadline:
+                if state.work > work or time.monotonic() > deadline:
                     return tuple(state.choice)
         if not better:
             break

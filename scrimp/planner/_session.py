@@ -20,7 +20,7 @@ from scrimp.planner._model import HELD, PEAK, SCALE, SECONDS, Model, Program
 from scrimp.planner._points import Numbers
 from scrimp.planner._problem import Problem
 from scrimp.planner._reduce import reduce
-from scrimp.planner._search import improve
+from scrimp.planner._search import WORK, improve
 
 Progress = Callable[[str, float, float], None]  # the objective, the best value so far, and what none can be below
 
@@ -114,7 +114,8 @@ class _Question:
             return self.found(proven=True)
         for choice in list(self.session.known):
             self.take(choice)
-        self.search(self.best or tuple(int(node.seconds.argmin()) for node in reduced.nodes))
+        # Not for long: the linear program is a better guide, and may be quicker.
+        self.search(self.best or tuple(int(node.seconds.argmin()) for node in reduced.nodes), WORK // 10)
         if self.close_enough(_EQUAL):
             return self.found(proven=True)
         self.session.model.restart(self.units())
@@ -154,10 +155,10 @@ class _Question:
                 self.session.known.append(choice)
                 self.tell()
 
-    def search(self, choice: tuple[int, ...]) -> None:
+    def search(self, choice: tuple[int, ...], work: int = WORK) -> None:
         targets = (max(self.bound, 0), self.limit) if self.objective == PEAK else (self.limit,)
         for target in targets:
-            choice = improve(self.session.reduced, choice, self.objective, target, self.held_limit, self.search_deadline)
+            choice = improve(self.session.reduced, choice, self.objective, target, self.held_limit, self.search_deadline, work)
             self.take(choice)
 
     def tell(self) -> None:

@@ -17,17 +17,14 @@ from scrimp.errors import FitError, PlanError
 from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner._answer import layers_of, memory_of
-from scrimp.planner._assemble import Assembly, Rates
-from scrimp.planner._axiswise import AxisWise
-from scrimp.planner._layer import LayerModel, model_of
-from scrimp.planner._moves import Moves
+from scrimp.planner._assemble import Assembly
+from scrimp.planner._layers import Layers, OnMesh
+from scrimp.planner._near import Ask, best_on
 from scrimp.planner._plan import Plan
 from scrimp.planner._problem import Problem
-from scrimp.planner._solve import MEMORY, Solution, solve
-from scrimp.planner._stack import parts_of
+from scrimp.planner._solve import MEMORY, Solution
 from scrimp.planner._states import OPTIMIZERS, PRECISIONS, Precision, precision_of
 from scrimp.planner._ways import KEEP, WAYS
-from scrimp.rules import rule_of
 
 Say = Callable[[str], None]
 
@@ -78,19 +75,29 @@ def plan(
     limit = _limit(cluster, budget)
     say("capturing the model")
     graph = captured(model, example_inputs, numbers)
-    found: list[tuple[Plan, Solution]] = []
+    layers = Layers(graph)
+    found: list[Plan] = []
     trouble: FitError | None = None
     for k, each in enumerate(meshes):
-        left = (seconds - (time.perf_counter() - start)) / (len(meshes) - k)
+        left = max(5.0, (seconds - (time.perf_counter() - start)) / (len(meshes) - k))
         say(f"planning on the mesh {each}")
+        ask = Ask(
+            precision=numbers,
+            ways=saving,
+            objective=objective,
+            limit_nbytes=limit,
+            gap=gap,
+            until=time.perf_counter() + left,
+            say=say,
+        )
         try:
-            found.append(_planned(graph, cluster, each, numbers, optimizer, objective, limit, max(5.0, left), gap, saving))
+            found.append(_planned(layers, cluster, each, ask, optimizer))
         except FitError as error:
             trouble = error
     if not found:
         assert trouble is not None
         raise trouble
-    best = min((one for one, _ in found), key=lambda one: _order(one, objective))
+    best = min(found, key=lambda one: _order(one, objective))
     return replace(best, spent_seconds=time.perf_counter() - start)
 
 
@@ -110,48 +117,34 @@ def assembled(
     graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, ways: Sequence[str] = WAYS
 ) -> tuple[Assembly, tuple[str, ...]]:
     """The problem of a mesh, drawn up; and operators without a rule."""
-    here = cluster.on(mesh)
-    moves = Moves(AxisWise(mesh, here))
-    models: list[LayerModel] = []
-    whole: dict[str, None] = {}
-    for layer in graph.graphs:
-        values = {value.name: value for value in layer.values}
-        rules = {op.name: rule_of(op, values) for op in layer.ops}
-        whole |= {op.target: None for op in layer.ops if rules[op.name] is None}
-        models.append(model_of(layer, rules, mesh, here.compute_seconds, moves.seconds))
-    hardware = here.hardware
-    assert hardware is not None
-    rates = Rates(memory=hardware.device_memory * hardware.shares.memory, host_link=hardware.host_link * hardware.shares.link)
-    return Assembly(graph, parts_of(graph, models), moves, precision, rates, ways), tuple(whole)
+    layers = Layers(graph)
+    return OnMesh(layers, cluster, mesh).assembly(precision, ways), layers.whole
 
 
-def _planned(
-    graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, optimizer: str, objective: str, limit: int, seconds: float,
-    gap: float, saving: Sequence[str],
-) -> tuple[Plan, Solution]:  # fmt: skip
-    assembly, whole = assembled(graph, cluster, mesh, precision, saving)
-    problem = assembly.sketch.problem(limit)
-    solution = solve(problem, objective=objective, seconds=seconds, gap=gap)
+def _planned(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, optimizer: str) -> Plan:
+    best = best_on(layers, cluster, mesh, ask)
+    assembly, problem, solution, limit = best.assembly, best.problem, best.solution, ask.limit_nbytes
+    assert limit is not None
     if solution.peak_nbytes > limit:
         raise FitError(
             f"the least memory of any plan on the mesh {mesh} is {format_nbytes(solution.peak_nbytes)} a device, and the budget "
             f"is {format_nbytes(limit)}; give more devices, a smaller batch, or a budget of {format_nbytes(solution.peak_nbytes)}"
         )
-    made = Plan(
+    value = solution.phases[0].value
+    return Plan(
         mesh=mesh,
         cluster=cluster.to_json(),
-        precision=precision.name,
+        precision=ask.precision.name,
         optimizer=optimizer,
-        objective=objective,
+        objective=ask.objective,
         memory=memory_of(assembly, solution),
         seconds=solution.seconds,
-        gap=solution.phases[0].gap,
+        gap=max(value - best.bound, 0.0) / value,
         seconds_gap=solution.phases[-1].gap,
         layers=tuple(layers_of(assembly, solution)),
-        whole=whole,
-        asked=Asked(graph=graph, assembly=assembly, problem=problem, solution=solution),
+        whole=layers.whole,
+        asked=Asked(graph=layers.graph, assembly=assembly, problem=problem, solution=solution),
     )
-    return made, solution
 
 
 def _order(one: Plan, objective: str) -> tuple[float, float]:

@@ -1,0 +1,82 @@
+"""The layers of a captured model, ready to be planned: on any mesh, with all that its groups can choose or with some of it.
+
+Groups do not depend on the mesh, options do. What was reckoned for a mesh once is remembered: a search asks again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from scrimp.capture._graph import Graph
+from scrimp.cluster import Cluster
+from scrimp.layout import Mesh
+from scrimp.planner._assemble import Assembly, Rates
+from scrimp.planner._axiswise import AxisWise
+from scrimp.planner._layer import LayerModel, model_of
+from scrimp.planner._moves import Moves
+from scrimp.planner._options import Option, Split, option, splits
+from scrimp.planner._stack import Part, parts_of
+from scrimp.planner._states import Precision
+from scrimp.planner._ways import WAYS
+from scrimp.rules import rule_of
+
+Looked = tuple[tuple[tuple[Split, ...], ...], ...]  # ways to split: by class of layers, and by group
+
+
+class Layers:
+    """`models`: of each class of layers, without options. `whole`: operators without a rule."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.models: list[LayerModel] = []
+        whole: dict[str, None] = {}
+        for layer in graph.graphs:
+            values = {value.name: value for value in layer.values}
+            rules = {op.name: rule_of(op, values) for op in layer.ops}
+            whole |= {op.target: None for op in layer.ops if rules[op.name] is None}
+            self.models.append(model_of(layer, rules))
+        self.whole = tuple(whole)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return parts_of(self.graph, self.models)
+
+
+class OnMesh:
+    def __init__(self, layers: Layers, cluster: Cluster, mesh: Mesh) -> None:
+        self.layers, self.mesh = layers, mesh
+        here = cluster.on(mesh)
+        hardware = here.hardware
+        assert hardware is not None
+        self.moves = Moves(AxisWise(mesh, here))
+        self.rates = Rates(
+            memory=hardware.device_memory * hardware.shares.memory, host_link=hardware.host_link * hardware.shares.link
+        )
+        self._work = here.compute_seconds
+        self._options: dict[tuple[int, int, Split], Option] = {}
+
+    @cached_property
+    def every(self) -> Looked:
+        """All ways to split."""
+        return tuple(tuple(tuple(splits(group, self.mesh)) for group in model.groups) for model in self.layers.models)
+
+    def assembly(
+        self, precision: Precision, ways: Sequence[str] = WAYS, looked: Looked | None = None, *, alone: bool = False
+    ) -> Assembly:
+        """With the options of these splits, of all if none are given."""
+        models = [
+            replace(model, options=tuple(tuple(self._asked(k, g, each)) for g, each in enumerate(groups)))
+            for k, (model, groups) in enumerate(zip(self.layers.models, looked or self.every, strict=True))
+        ]
+        graph = self.layers.graph
+        return Assembly(graph, parts_of(graph, models), self.moves, precision, self.rates, ways, alone=alone)
+
+    def _asked(self, k: int, g: int, wanted: Iterable[Split]) -> Iterable[Option]:
+        model = self.layers.models[k]
+        for split in wanted:
+            if (k, g, split) not in self._options:
+                made = option(model.graph, model.groups[g], self.mesh, split, self._work, self.moves.seconds)
+                self._options[k, g, split] = made
+            yield self._options[k, g, split]

@@ -1,0 +1,180 @@
+"""The best plan on one mesh. Where there are too many ways to split to look at all of them, it is found step by step.
+
+Each axis of a mesh splits one of six things or so: on two axes there are 36 ways for an operator, on three 216, and edges
+between operators have tables of all pairs. So a mesh of three axes is looked at as meshes of two first, two neighbouring axes
+being one: a plan on those is a plan on three, where both split the same. From there on, what differs in one axis from what has
+been chosen is looked at too, all of it at once, by the same integer program, until nothing better comes of it.
+
+That proves nothing, but what no plan can be below is known without edges: `Assembly(alone=True)` has all ways to split, and
+nothing is moved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from operator import ne
+
+from scrimp.cluster import Cluster
+from scrimp.errors import FitError
+from scrimp.layout import Mesh
+from scrimp.planner._assemble import Assembly
+from scrimp.planner._layers import Layers, Looked, OnMesh
+from scrimp.planner._model import PEAK, SECONDS
+from scrimp.planner._options import Split
+from scrimp.planner._problem import Problem
+from scrimp.planner._session import Session
+from scrimp.planner._solve import MEMORY, TIME, Solution, answer
+from scrimp.planner._states import Precision, levels
+
+MOST = 64  # ways to split an operator, all of which are looked at at once
+BETTER = 1e-3  # as a part, what is worth another look
+START_GAP = 0.05  # good enough to look on from
+_BOUND_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is wanted of a plan on any mesh. `until`: by `time.perf_counter()`."""
+
+    precision: Precision
+    ways: Sequence[str]
+    objective: str
+    limit_nbytes: int | None
+    gap: float
+    until: float
+    say: Callable[[str], None]
+
+    @property
+    def left(self) -> float:
+        return max(self.until - time.perf_counter(), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """`bound`: what the objective (bytes of the peak, or seconds) cannot be below, whatever is chosen."""
+
+    assembly: Assembly
+    problem: Problem
+    solution: Solution
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """By part and group: how it is split and what becomes of what it saves; how its weights are shared out."""
+
+    splits: Mapping[tuple[int, int], tuple[Split, str]]
+    levels: Mapping[tuple[int, int], tuple[int, ...]]
+
+
+def best_on(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask) -> Best:
+    on = OnMesh(layers, cluster, mesh)
+    if max((len(ways) for groups in on.every for ways in groups), default=0) <= MOST:
+        return _solved(on, ask)
+    starts = [_start(layers, cluster, merged, at, ask) for merged, at in merged_meshes(mesh)]
+    bound = _bound(on, ask)
+    best: Best | None = None
+    while True:
+        ask.say(f"planning on the mesh {mesh}, near what has been found")
+        found = _solved(on, ask, near(on, starts), starts, bound)
+        if best is not None and not _better(found, best, ask.objective):
+            return best
+        best = found
+        if time.perf_counter() > ask.until:
+            return best
+        starts = [_chosen(found)]
+
+
+def merged_meshes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
+    """Two neighbouring axes as one; and of each axis of the mesh, which one it is there."""
+    for k in range(len(mesh.axes) - 1):
+        (name, one), (_, other) = mesh.axes[k : k + 2]
+        merged = Mesh((*mesh.axes[:k], (name, one * other), *mesh.axes[k + 2 :]))
+        yield merged, tuple(j if j <= k else j - 1 for j in range(len(mesh.axes)))
+
+
+def near(on: OnMesh, starts: Sequence[Chosen]) -> Looked:
+    """Of each group what some layer chose, and all that differs from that in one axis."""
+    graph, looked = on.layers.graph, []
+    for k, groups in enumerate(on.every):
+        mine = [j for j, part in enumerate(on.layers.parts) if graph.layers[part.first].graph == k]
+        looked.append(
+            tuple(_around(ways, {start.splits[j, g][0] for start in starts for j in mine}) for g, ways in enumerate(groups))
+        )
+    return tuple(looked)
+
+
+def _around(ways: Sequence[Split], chosen: set[Split]) -> tuple[Split, ...]:
+    return tuple(way for way in ways if any(sum(map(ne, way, one)) <= 1 for one in chosen))
+
+
+def _start(layers: Layers, cluster: Cluster, merged: Mesh, at: Sequence[int], ask: Ask) -> Chosen:
+    """What is best on a mesh of fewer axes, as a choice of the mesh itself; if nothing is within the limit, the least."""
+    ask.say(f"planning on the mesh {merged}")
+    soon = replace(ask, until=time.perf_counter() + ask.left / 4, gap=max(ask.gap, START_GAP))
+    try:
+        best = best_on(layers, cluster, merged, soon)
+    except FitError:
+        best = best_on(layers, cluster, merged, replace(soon, objective=MEMORY, limit_nbytes=None))
+    found = _chosen(best)
+    return Chosen(
+        splits={key: (tuple(split[j] for j in at), way) for key, (split, way) in found.splits.items()},
+        levels={key: tuple(level[j] for j in at) for key, level in found.levels.items()},
+    )
+
+
+def _solved(
+    on: OnMesh, ask: Ask, looked: Looked | None = None, starts: Sequence[Chosen] = (), bound: float | None = None
+) -> Best:
+    assembly = on.assembly(ask.precision, ask.ways, looked)
+    problem = assembly.sketch.problem(ask.limit_nbytes)
+    session = Session(problem)
+    for start in starts:
+        session.learn(_choice(assembly, start))
+    seconds = ask.left if looked is None else ask.left / 2
+    solution = answer(session, ask.objective, ask.limit_nbytes, slack=0.0, seconds=seconds, gap=ask.gap, begin=time.monotonic())
+    return Best(assembly=assembly, problem=problem, solution=solution, bound=solution.phases[0].bound if bound is None else bound)
+
+
+def _chosen(best: Best) -> Chosen:
+    assembly, choice = best.assembly, best.solution.choice
+    every, splits = levels(assembly.moves.mesh, assembly.precision), {}
+    for (k, g), node in assembly.nodes.items():
+        ways = assembly.ways[k, g]
+        splits[k, g] = assembly.parts[k].model.options[g][ways.split_of(choice[node])].split, ways.way_of(choice[node])
+    return Chosen(splits=splits, levels={key: every[choice[node]] for key, node in assembly.rest.items()})
+
+
+def _choice(assembly: Assembly, chosen: Chosen) -> tuple[int, ...]:
+    """As the problem's, which must have its splits."""
+    found = [0] * len(assembly.sketch.nodes)
+    for (k, g), node in assembly.nodes.items():
+        split, way = chosen.splits[k, g]
+        ways, options = assembly.ways[k, g].names, [option.split for option in assembly.parts[k].model.options[g]]
+        found[node] = options.index(split) * len(ways) + ways.index(way)
+    every = levels(assembly.moves.mesh, assembly.precision)
+    for key, node in assembly.rest.items():
+        found[node] = every.index(chosen.levels[key])
+    return tuple(found)
+
+
+def _bound(on: OnMesh, ask: Ask) -> float:
+    """What no plan is below, with all ways to split. A run's layers may choose each for itself: without edges that is the sum of
+    what each holds, and no less than this."""
+    problem = on.assembly(ask.precision, ask.ways, alone=True).sketch.problem()
+    objective = SECONDS if ask.objective == TIME else PEAK
+    limit = inf if ask.limit_nbytes is None or objective == PEAK else ask.limit_nbytes
+    return Session(problem).minimise(objective, limit=limit, seconds=min(_BOUND_SECONDS, ask.left), gap=ask.gap / 4).phase.bound
+
+
+def _better(one: Best, other: Best, objective: str) -> bool:
+    """By enough to look on."""
+    a, b = one.solution, other.solution
+    if objective == TIME:
+        return a.seconds < (1 - BETTER) * b.seconds
+    return a.peak_nbytes < (1 - BETTER) * b.peak_nbytes or (
+        a.peak_nbytes <= b.peak_nbytes and a.seconds < (1 - BETTER) * b.seconds
+    )
