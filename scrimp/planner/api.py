@@ -30,6 +30,7 @@ from scrimp.planner._ways import KEEP, WAYS
 from scrimp.rules import rule_of
 
 Say = Callable[[str], None]
+Narrow = Callable[[Graph, Mesh, list[LayerModel]], list[LayerModel]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +108,9 @@ def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
 
 
 def assembled(
-    graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, ways: Sequence[str] = WAYS
+    graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, ways: Sequence[str] = WAYS, narrow: Narrow | None = None
 ) -> tuple[Assembly, tuple[str, ...]]:
-    """The problem of a mesh, drawn up; and operators without a rule."""
+    """The problem of a mesh, drawn up; and operators without a rule. `narrow`: leaves layers some of their options."""
     here = cluster.on(mesh)
     moves = Moves(AxisWise(mesh, here))
     models: list[LayerModel] = []
@@ -119,6 +120,8 @@ def assembled(
         rules = {op.name: rule_of(op, values) for op in layer.ops}
         whole |= {op.target: None for op in layer.ops if rules[op.name] is None}
         models.append(model_of(layer, rules, mesh, here.compute_seconds, moves.seconds))
+    if narrow is not None:
+        models = narrow(graph, mesh, models)
     hardware = here.hardware
     assert hardware is not None
     rates = Rates(memory=hardware.device_memory * hardware.shares.memory, host_link=hardware.host_link * hardware.shares.link)
