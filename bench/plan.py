@@ -87,7 +87,7 @@ def contenders(assembly: Assembly, problem: Problem, batch: int, seq: int, secon
     if assembly.moves.mesh.axis_size("dp") == batch:
         known = {"data parallel": (None, False, NOTHING), "ZeRO-1": (None, False, STATES), "ZeRO-3": (None, False, WEIGHTS)}
     for name, (axis, sequence, shared) in known.items():
-        one = Baseline(batch=batch, seq=seq, dp="dp", tp=axis, sequence=sequence, shared=shared)
+        one = Baseline(dp=("dp",), tp=axis, sequence=sequence, shared=shared)
         try:
             yield name, solve(one.restrict(assembly, problem), objective="time", seconds=seconds)
         except PlanError as error:

@@ -29,7 +29,7 @@ def assembly() -> Assembly:
 
 def kinds(assembly: Assembly, **how: object) -> dict[str, int]:
     problem = assembly.sketch.problem()
-    one = Baseline(batch=BATCH, seq=16, dp="dp", **how)  # type: ignore[arg-type]
+    one = Baseline(dp=("dp",), **how)  # type: ignore[arg-type]
     return dict(solve(one.restrict(assembly, problem), objective="time", seconds=60).kinds)
 
 
@@ -79,6 +79,6 @@ def test_the_least_memory_is_never_above_a_baseline(assembly: Assembly) -> None:
     problem = assembly.sketch.problem()
     least = solve(problem, seconds=60)
     for tp, sequence, shared in ((None, False, 3), ("tp", False, 0), ("tp", True, 0), ("tp", True, 1)):
-        one = Baseline(batch=BATCH, seq=16, dp="dp", tp=tp, sequence=sequence, shared=shared)
+        one = Baseline(dp=("dp",), tp=tp, sequence=sequence, shared=shared)
         found = solve(one.restrict(assembly, problem), objective="time", seconds=60)
         assert least.peak_nbytes <= found.peak_nbytes

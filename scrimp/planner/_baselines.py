@@ -12,7 +12,7 @@ What they leave open is chosen to be fastest, as it follows from the rest.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 
@@ -94,18 +94,13 @@ class Baseline:
         if self.recompute is None:
             return set()
         counts = Counter(layer.graph for layer in assembly.graph.layers)
-        seq = sizes_of(assembly.graph)[1]
+        width, seq = width_of(assembly.graph), sizes_of(assembly.graph)[1]
         found = set()
-        for k, g in assembly.nodes:
-            part = assembly.parts[k]
-            repeats = counts[assembly.graph.layers[part.first].graph] > 1
-            scores = scores_of(part.model.graph, seq)
-            if self.recompute == SELECTIVE:
-                wanted = any(name in scores and part.model.makers[name] == g for name in part.model.makers)
-            else:
-                wanted = repeats
-            if wanted and RECOMPUTE in assembly.ways[k, g].names:
-                found.add((k, g))
+        for k, part in enumerate(assembly.parts):
+            wanted: Iterable[int] = ()
+            if counts[assembly.graph.layers[part.first].graph] > 1:
+                wanted = range(len(part.model.groups)) if self.recompute == FULL else scores_of(part.model, width, seq)
+            found |= {(k, g) for g in wanted if RECOMPUTE in assembly.ways[k, g].names}
         if not found:
             raise PlanError(
                 "selective recompute makes scores and probabilities of attention again, and this model saves none: its attention "

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from scrimp.capture._graph import BORDER, PARAMETER, Graph, LayerGraph, Op, Value
+from scrimp.capture._graph import BORDER, PARAMETER, Graph, Op, Value
 from scrimp.planner._layer import LayerModel
 
 COLUMN, ROW, TABLE, WHOLE, HEADS, STREAM, INSIDE = "column", "row", "table", "whole", "heads", "stream", "inside"
@@ -75,10 +75,12 @@ def weight_of(op: Op, values: Mapping[str, Value]) -> str | None:
     return next((root.name for root in roots if root.kind == PARAMETER and len(root.shape) > 1), None)
 
 
-def scores_of(graph: LayerGraph, seq: int | None) -> frozenset[str]:
-    """What the forward makes of every pair of places of a sequence."""
-    made = {name for op in graph.ops if not op.backward for name in op.outputs if name is not None}
-    return frozenset(v.name for v in graph.values if v.name in made and seq is not None and v.shape[-2:] == (seq, seq))
+def scores_of(model: LayerModel, width: int | None, seq: int | None) -> frozenset[int]:
+    """Groups that make something of every pair of places of a sequence in the forward: attention that is not one operator."""
+    roles, shape = roles_of(model, width), (seq, seq)
+    made = [name for op in model.graph.ops if not op.backward for name in op.outputs if name is not None]
+    found = {model.makers[name] for name in made if model.values[name].shape[-2:] == shape}
+    return frozenset(g for g in found if roles[g] in (INSIDE, HEADS))
 
 
 def _border(value: Value, width: int | None) -> str:

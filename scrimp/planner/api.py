@@ -76,7 +76,7 @@ def plan(
         raise PlanError(f"saving={saving!r}: there are {', '.join(WAYS)}, and '{KEEP}' must be one of them")
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
     meshes = _meshes(cluster, mesh)
-    limit = _limit(cluster, budget)
+    limit = limit_of(cluster, budget)
     say("capturing the model")
     graph = captured(model, example_inputs, numbers)
     found: list[tuple[Plan, Solution]] = []
@@ -169,7 +169,8 @@ def _meshes(cluster: Cluster, mesh: Mesh | str | None) -> tuple[Mesh, ...]:
     return (mesh,)
 
 
-def _limit(cluster: Cluster, budget: int | str | None) -> int:
+def limit_of(cluster: Cluster, budget: int | str | None) -> int:
+    """Bytes of a device that may be used."""
     if budget is not None:
         limit = parse_nbytes(budget)
         if limit <= 0:
