@@ -46,17 +46,15 @@ class Baseline:
         """The layers with its options alone. `PlanError` if there are none."""
         width = width_of(graph)
         roles = [roles_of(model, width) for model in models]
-        if self.tp is not None and not any(HEADS in each for each in roles):
-            raise PlanError(f"tensor parallelism over '{self.tp}' splits attention by heads, and this model has no attention")
+        if self.tp is not None:
+            self._is_transformer(graph, models, roles)
         paths = {id(graph.graphs[layer.graph]): layer.path or "the model" for layer in reversed(graph.layers)}
+        found: dict[tuple[int, int], tuple[Option, ...]] = {}
+        every = [(k, g, role) for k, each in enumerate(roles) for g, role in enumerate(each)]
+        for k, g, role in sorted(every, key=lambda one: one[2] != HEADS):  # too few heads say most about what is wrong
+            found[k, g] = self._left(graph, mesh, models[k], g, role, paths.get(id(models[k].graph), ""))
         return [
-            replace(
-                model,
-                options=tuple(
-                    self._left(graph, mesh, model, g, role, paths.get(id(model.graph), "")) for g, role in enumerate(each)
-                ),
-            )
-            for model, each in zip(models, roles, strict=True)
+            replace(model, options=tuple(found[k, g] for g in range(len(model.groups)))) for k, model in enumerate(models)
         ]
 
     def restrict(self, assembly: Assembly, problem: Problem) -> Problem:
@@ -88,6 +86,19 @@ class Baseline:
             for k, node in enumerate(problem.nodes)
         )
         return replace(problem, nodes=nodes, limit_nbytes=None)
+
+    def _is_transformer(self, graph: Graph, models: Sequence[LayerModel], roles: Sequence[Sequence[str]]) -> None:
+        """Or tensor parallelism has nothing to say of it."""
+        what = f"tensor parallelism over '{self.tp}'"
+        if not any(HEADS in each for each in roles):
+            raise PlanError(f"{what} splits attention by heads, and this model has no attention")
+        if self.sequence and sizes_of(graph)[1] is None:
+            raise PlanError(f"{what} is to split the sequence, and the batch has none: no tensor of it is tokens")
+        for model in models:
+            for op in model.graph.ops:
+                roots = {model.values[name].storage for name in op.inputs if "bmm" in op.target or "grouped_mm" in op.target}
+                if any(model.values[root].kind == PARAMETER for root in roots):
+                    raise PlanError(f"{op.where}: {what} says nothing of many matrices in one weight, as experts have")
 
     def _again(self, assembly: Assembly) -> set[tuple[int, int]]:
         """Parts and groups that run again: in layers that repeat, and if another needs of them what they do not keep."""
