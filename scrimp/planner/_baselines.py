@@ -94,17 +94,18 @@ class Baseline:
             raise PlanError(f"{what} splits attention by heads, and this model has no attention")
         if self.sequence and sizes_of(graph)[1] is None:
             raise PlanError(f"{what} is to split the sequence, and the batch has none: no tensor of it is tokens")
-        for model in models:
-            for op in model.graph.ops:
-                roots = {model.values[name].storage for name in op.inputs if "bmm" in op.target or "grouped_mm" in op.target}
-                if any(model.values[root].kind == PARAMETER for root in roots):
-                    raise PlanError(f"{op.where}: {what} says nothing of many matrices in one weight, as experts have")
+        counts = _repeats(graph)
+        many = {name for layer in graph.layers if counts[layer.graph] > 1 for _, name in layer.parameters}
+        for weight in graph.parameters:
+            if weight.name in many and weight.trained and len(weight.shape) > 2:
+                shape = "x".join(map(str, weight.shape))
+                raise PlanError(f"{weight.name}: {what} says nothing of a weight of {shape}, as experts and convolutions have")
 
     def _again(self, assembly: Assembly) -> set[tuple[int, int]]:
         """Parts and groups that run again: in layers that repeat, and if another needs of them what they do not keep."""
         if self.recompute is None:
             return set()
-        counts = Counter(layer.graph for layer in assembly.graph.layers)
+        counts = _repeats(assembly.graph)
         width, seq = width_of(assembly.graph), sizes_of(assembly.graph)[1]
         found = set()
         for k, part in enumerate(assembly.parts):
@@ -177,6 +178,11 @@ def sizes_of(graph: Graph) -> tuple[int, int | None]:
         raise PlanError("the batch has no tensor with a dim: nothing says how large it is")
     tokens = [value for value in whole if len(value.shape) == 2 and not value.dtype.startswith(("float", "bfloat"))]
     return whole[0].shape[0], tokens[0].shape[1] if tokens else None
+
+
+def _repeats(graph: Graph) -> Counter[int]:
+    """How many layers there are of each class."""
+    return Counter(layer.graph for layer in graph.layers)
 
 
 def _heads(model: LayerModel, g: int) -> list[int]:
