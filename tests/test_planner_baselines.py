@@ -160,7 +160,9 @@ def test_hugging_face(family: str) -> None:
     assert states["zero-3"] == pytest.approx(18 * total / 2, rel=0.01)
     where = {weight.name: weight.layout for layers in made["tp-sp"].layers for weight in layers.weights}
     for name, layout in where.items():
-        whole = len(dict(model.named_parameters())[name].shape) == 1 or "position" in name or "token_type" in name or "wpe" in name
+        whole = (
+            len(dict(model.named_parameters())[name].shape) == 1 or "position" in name or "token_type" in name or "wpe" in name
+        )
         assert ("tp" in layout) != whole or "bias" in name, name
 
 
@@ -220,4 +222,6 @@ def test_what_cannot_be_made_is_said(model: str, settings: dict[str, object], ba
 
 def test_an_axis_that_is_neither_does_nothing() -> None:
     found = drawn().plan(Baseline(dp=("dp",)), MESH)
-    assert all("tp" not in layout for layers in found.layers for op in layers.ops for layout in (*op.inputs, *op.outputs) if layout)
+    assert all(
+        "tp" not in layout for layers in found.layers for op in layers.ops for layout in (*op.inputs, *op.outputs) if layout
+    )

@@ -53,9 +53,7 @@ class Baseline:
         every = [(k, g, role) for k, each in enumerate(roles) for g, role in enumerate(each)]
         for k, g, role in sorted(every, key=lambda one: one[2] != HEADS):  # too few heads say most about what is wrong
             found[k, g] = self._left(graph, mesh, models[k], g, role, paths.get(id(models[k].graph), ""))
-        return [
-            replace(model, options=tuple(found[k, g] for g in range(len(model.groups)))) for k, model in enumerate(models)
-        ]
+        return [replace(model, options=tuple(found[k, g] for g in range(len(model.groups)))) for k, model in enumerate(models)]
 
     def restrict(self, assembly: Assembly, problem: Problem) -> Problem:
         """The problem with nothing else allowed, and no limit; of all options, or of those that `narrow` left."""
@@ -69,7 +67,9 @@ class Baseline:
             kept = {option.split for option in left[id(model)].options[g]}
             way = RECOMPUTE if (k, g) in again else KEEP
             if way not in ways.names:
-                raise PlanError(f"{problem.nodes[node].name}: it is to run again, and the problem knows only {', '.join(ways.names)}")
+                raise PlanError(
+                    f"{problem.nodes[node].name}: it is to run again, and the problem knows only {', '.join(ways.names)}"
+                )
             allowed[node] = [option.split in kept and name == way for option in model.options[g] for name in ways.names]
         for node in assembly.rest.values():
             allowed[node] = [
@@ -161,8 +161,9 @@ class Baseline:
         elif role == HEADS:
             heads = [atom for atom in _heads(model, g) if atom != data]
             count = model.groups[g].sizes[heads[0]] if heads else 1
+            whose = " of keys and values" if len(heads) > 1 else ""
             yield (
-                f"{count} heads{' of keys and values' if len(heads) > 1 else ''} cannot be split over the {ways} devices of '{tp}'",
+                f"{count} heads{whose} cannot be split over the {ways} devices of '{tp}'",
                 lambda option, split: split[tp] in heads[:1],
             )
         elif role == STREAM:

@@ -1,9 +1,9 @@
 """A plan beside known parallelisms on the same cluster, each a `Plan` too, in the same memory model.
 
-    ddp, zero-1, zero-2, zero-3     the batch over all devices; weights at rest as ZeRO's stages share them out
-    tp, tp-sp, tp-sp-dist-opt       Megatron-LM's tensor parallelism, with its sequence parallelism, with its distributed optimizer;
-                                    the last axis of the mesh is the tensors', the others are the batch's
-    ...-selective, ...-full         the same, running forwards again as Megatron-LM does
+ddp, zero-1, zero-2, zero-3     the batch over all devices; weights at rest as ZeRO's stages share them out
+tp, tp-sp, tp-sp-dist-opt       Megatron-LM's tensor parallelism, with its sequence parallelism, with its distributed optimizer;
+                                the last axis of the mesh is the tensors', the others are the batch's
+...-selective, ...-full         the same, running forwards again as Megatron-LM does
 """
 
 from __future__ import annotations
