@@ -1,8 +1,8 @@
 """Known parallelisms have the bytes of their published formulas: states and saved activations, at the turn of the step.
 
 The formulas are those of "Reducing Activation Recomputation in Large Transformer Models" (a layer's bytes) and of ZeRO (states).
-With s places, b sequences, h hidden units, a heads, v tokens, t tensor-parallel devices; what the ends of the model save is not in
-the formula of a layer and is written out here: the mask of the embedding's dropout (1), what enters the last norm and what
+With s places, b sequences, h hidden units, a heads, v tokens, t tensor-parallel devices; what the ends of the model save is not
+in the formula of a layer and is written out here: the mask of the embedding's dropout (1), what enters the last norm and what
 enters the head (2 + 2), all s b h, and the loss' logarithms of 4 bytes for every token of the vocabulary.
 """
 
