@@ -3,9 +3,8 @@
 For every model and number of devices: scrimp's plan of the least memory, and the fastest within a tenth of it; Megatron-LM's
 tensor parallelism with and without sequence splitting and its distributed optimizer; data parallelism and ZeRO. All count 18
 bytes a parameter, and keep what is saved; those named "full" run forwards again, and scrimp's last plan may do so too, and send
-to the host. Peaks and seconds
-are predictions, for the cluster that is named. "Floor": every byte of that moment once, over all devices. Rows are in
-bench/results/plan/COMMIT.json, tables beside.
+to the host. Peaks and seconds are predictions, for the cluster that is named. "Floor": every byte of that moment once, over all
+devices. Rows are in bench/results/plan/COMMIT.json, tables beside.
 """
 
 from __future__ import annotations
