@@ -2,9 +2,9 @@
 
 For every model and number of devices: scrimp's plan of the least memory, and the fastest within a tenth of it; Megatron-LM's
 tensor parallelism with and without sequence splitting and its distributed optimizer; data parallelism and ZeRO. All count 18
-bytes a parameter, and keep what is saved; scrimp's last plan may also run forwards again and send to the host. Peaks and seconds
-are predictions, for the cluster that is named. "Floor": every byte of that moment once, over all devices. Rows are in
-bench/results/plan/COMMIT.json, tables beside.
+bytes a parameter, and keep what is saved; those named "full" run forwards again, and scrimp's last plan may do so too, and send
+to the host. Peaks and seconds are predictions, for the cluster that is named. "Floor": every byte of that moment once, over all
+devices. Rows are in bench/results/plan/COMMIT.json, tables beside.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from scrimp import Cluster, Mesh, PlanError, zoo
 from scrimp.planner import solve
 from scrimp.planner._answer import memory_of
 from scrimp.planner._assemble import Assembly
-from scrimp.planner._baselines import Baseline
-from scrimp.planner._problem import Problem
 from scrimp.planner._solve import Solution
-from scrimp.planner._states import NOTHING, STATES, WEIGHTS, precision_of
+from scrimp.planner._states import precision_of
 from scrimp.planner._ways import KEEP
 from scrimp.planner.api import assembled, captured
+from scrimp.planner.beside import BASELINES, DATA, TENSOR, Drawn
 
 SIZES = {"gpt-2b7": (8, 32), "gpt-6b7": (8, 32), "gpt-13b": (8, 32)}
 TP = (8, 4, 2, 1)
@@ -46,11 +45,11 @@ def rows(name: str, devices: int, seconds: float) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     graph = captured(model, zoo.example_batch(name, devices, vocab=VOCAB), precision)
     took = time.perf_counter() - start
-    seq = zoo.config(name).seq  # type: ignore[union-attr]
+    cluster = Cluster.preset(f"{devices}xA100-80")
+    drawn = Drawn(graph, cluster, precision, "adamw")
     for tp in TP:
         mesh = Mesh({"dp": devices // tp, "tp": tp})
         start = time.perf_counter()
-        cluster = Cluster.preset(f"{devices}xA100-80")
         assembly, _ = assembled(graph, cluster, mesh, precision, (KEEP,))
         problem = assembly.sketch.problem()
         about = {
@@ -61,8 +60,12 @@ def rows(name: str, devices: int, seconds: float) -> Iterator[dict[str, Any]]:
             "assemble_s": time.perf_counter() - start,
         }
         free, _ = assembled(graph, cluster, mesh, precision)
-        every = [(*each, assembly) for each in contenders(assembly, problem, devices, seq, seconds)]
-        every.insert(2, (FREE, solve(free.sketch.problem(), seconds=seconds), free))
+        every = [
+            (LEAST, solve(problem, seconds=seconds), assembly),
+            (NEAR, solve(problem, seconds=seconds, slack=0.1), assembly),
+            (FREE, solve(free.sketch.problem(), seconds=seconds), free),
+            *known(drawn, mesh, seconds),
+        ]
         for contender, found, by in every:
             memory = memory_of(by, found)
             yield {
@@ -78,20 +81,15 @@ def rows(name: str, devices: int, seconds: float) -> Iterator[dict[str, Any]]:
             }
 
 
-def contenders(assembly: Assembly, problem: Problem, batch: int, seq: int, seconds: float) -> Iterator[tuple[str, Solution]]:
-    tp = assembly.moves.mesh.axis_size("tp")
-    yield LEAST, solve(problem, seconds=seconds)
-    yield NEAR, solve(problem, seconds=seconds, slack=0.1)
-    sides = {"": (False, NOTHING), ", SP": (True, NOTHING), ", SP, distributed optimizer": (True, STATES)}
-    known = {f"Megatron TP{tp}{name}": ("tp", *how) for name, how in sides.items()}
-    if assembly.moves.mesh.axis_size("dp") == batch:
-        known = {"data parallel": (None, False, NOTHING), "ZeRO-1": (None, False, STATES), "ZeRO-3": (None, False, WEIGHTS)}
-    for name, (axis, sequence, shared) in known.items():
-        one = Baseline(batch=batch, seq=seq, dp="dp", tp=axis, sequence=sequence, shared=shared)
+def known(drawn: Drawn, mesh: Mesh, seconds: float) -> Iterator[tuple[str, Solution, Assembly]]:
+    """Attention is fused: there is nothing that selective recompute could make again."""
+    names = [name for name in (DATA if mesh.axis_size("tp") == 1 else TENSOR) if not name.endswith("selective")]
+    for name in names:
         try:
-            yield name, solve(one.restrict(assembly, problem), objective="time", seconds=seconds)
+            found = drawn.plan(BASELINES[name](mesh), mesh, seconds)
+            yield name, found.asked.solution, found.asked.assembly
         except PlanError as error:
-            print(f"{name}: {error}", flush=True)
+            print(f"{name} on {mesh}: {error}", flush=True)
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

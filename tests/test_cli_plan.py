@@ -20,6 +20,16 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["format"] == "scrimp.plan"
 
 
+def test_known_parallelisms_stand_beside_it() -> None:
+    words = ["gpt-tiny", "--set", "seq=16", "--set", "dropout=0.1", "--set", "attention=eager", "--set", "layers=3"]
+    text = scrimp("plan", *words, "--cluster", "2xA100-80", "--mesh", "x=2", "--batch", "4", "--keep", "--baselines").output
+    rows = {line.split()[0]: line for line in text.splitlines() if line.rstrip().endswith("yes")}
+    assert {"this", "ddp", "zero-3-full", "tp", "tp-sp-selective", "tp-sp-full"} <= rows.keys()
+    assert "tp=2" in rows["tp-sp"]
+    assert "no axis for the batch" in text  # why there is no distributed optimizer
+    assert "tp-sp-dist-opt" not in rows
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -92,6 +92,11 @@ def test_models_of_the_zoo(name: str) -> None:
     assert_right(capture(zoo.build(name), zoo.example_batch(name)))
 
 
+def test_attention_that_makes_its_scores() -> None:
+    settings = {"dropout": 0.1, "attention": "eager", "seq": 16}
+    assert_right(capture(zoo.build("gpt-tiny", **settings), zoo.example_batch("gpt-tiny", **settings)))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("family", capture_models.FAMILIES)

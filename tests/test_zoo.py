@@ -82,6 +82,19 @@ def test_the_encoder_sees_later_tokens() -> None:
     assert ((model(tokens) - model(changed))[:, :20].abs().amax((0, 2)) > 1e-6).all()
 
 
+def test_eager_attention_is_fused_attention() -> None:
+    models = [zoo.build("gpt-tiny", attention=attention) for attention in ("fused", "eager")]
+    models[1].load_state_dict(models[0].state_dict())
+    losses = [model(*zoo.example_batch("gpt-tiny")) for model in models]
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
+    with pytest.raises(zoo.ScrimpError, match="there are 'fused' and 'eager'"):
+        zoo.build("gpt-tiny", attention="slow")
+
+
 def test_rotary_attention_depends_on_distance_alone() -> None:
     from scrimp.zoo.llama import Rotary, rotate
 

@@ -173,6 +173,7 @@ def plan(
     seconds: Annotated[float, typer.Option(help="For the search, at most.", min=1)] = 60.0,
     gap: Annotated[float, typer.Option(help="Good enough: so much above the best at most.", min=0, max=0.99)] = 0.01,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file, as JSON.")] = None,
+    baselines: Annotated[bool, typer.Option("--baselines", help="Show known parallelisms beside the plan.")] = False,
 ) -> None:
     """Choose the sharding of every operator that takes the least memory, then the least time. No GPU is needed.
 
@@ -188,6 +189,7 @@ def plan(
     _plan.make(
         console(), model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch, seq=seq, objective=objective,
         optimizer=optimizer, precision=precision, keep=keep, settings=settings or [], seconds=seconds, gap=gap, out=out,
+        baselines=baselines,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import nn
 
 from scrimp import zoo
 from scrimp.errors import ScrimpError
+
+_FRACTION = re.compile(r"\d*\.\d+")  # such as dropout=0.1
 
 Batch = Sequence[Any] | Mapping[str, Any]
 
@@ -39,7 +42,7 @@ def _settings(settings: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ScrimpError(f"--set {text}: write it as name=value, such as layers=32")
-        found[name] = int(value) if value.isdigit() else value
+        found[name] = int(value) if value.isdigit() else float(value) if _FRACTION.fullmatch(value) else value
     return found
 
 

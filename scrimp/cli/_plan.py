@@ -10,8 +10,10 @@ from rich.table import Table
 from scrimp.cli._models import model_and_batch
 from scrimp.cluster import Cluster
 from scrimp.errors import ScrimpError
+from scrimp.ledger import format_nbytes
 from scrimp.planner._ways import KEEP, WAYS
-from scrimp.planner.api import plan
+from scrimp.planner.api import limit_of, plan
+from scrimp.planner.beside import Beside, beside
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 def make(
     console: Console, *, model: str, cluster: str, mesh: str | None, budget: str | None, batch: int, seq: int, objective: str,
     optimizer: str, precision: str, keep: bool, settings: list[str], seconds: float, gap: float, out: Path | None,
+    baselines: bool = False,
 ) -> None:  # fmt: skip
     made, inputs = model_and_batch(model, batch, seq, settings)
     known = Cluster.load(Path(cluster)) if cluster.endswith(".toml") else Cluster.preset(cluster)
@@ -33,6 +36,13 @@ def make(
     console.print(found.summary(), soft_wrap=True)
     console.print()
     console.print(_choices(found))
+    if baselines:
+        with console.status("planning known parallelisms") as status:
+            others = beside(found, say=status.update)
+        console.print()
+        console.print(_beside(found, others, limit_of(known, budget)))
+        for reason, names in _reasons(others).items():
+            console.print(f"{', '.join(names)}: {reason}", soft_wrap=True)
     if out is not None:
         try:
             found.save(out)
@@ -52,3 +62,30 @@ def _choices(found: Plan) -> Table:
             table.add_row(span, weight.name, weight.layout, "*".join(weight.weight_axes), "*".join(weight.state_axes))
             span = ""
     return table
+
+
+def _beside(found: Plan, others: list[Beside], limit: int) -> Table:
+    """The plan, then known parallelisms."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("plan", "mesh", "peak", "states", "activations", "temporaries", "redundant", "step s", "fits"):
+        table.add_column(title, justify="left" if title in ("plan", "mesh", "fits") else "right", no_wrap=True)
+    rows = [("this plan", found), *((other.name, other.plan) for other in others if other.plan is not None)]
+    for name, each in rows:
+        kinds = {kind.kind: kind.nbytes for kind in each.memory.kinds}
+        states = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
+        sizes = (each.memory.peak_nbytes, states, kinds.get("activations", 0), kinds.get("temporaries", 0))
+        redundant = sum(kind.redundant_nbytes for kind in each.memory.kinds)
+        table.add_row(
+            name, str(each.mesh), *map(format_nbytes, (*sizes, redundant)), f"{each.seconds:.4g}",
+            "yes" if each.memory.peak_nbytes <= limit else "no",
+        )  # fmt: skip
+    return table
+
+
+def _reasons(others: list[Beside]) -> dict[str, list[str]]:
+    """Why some cannot be made."""
+    found: dict[str, list[str]] = {}
+    for other in others:
+        if other.plan is None:
+            found.setdefault(other.why, []).append(f"{other.name} on {other.mesh}")
+    return found

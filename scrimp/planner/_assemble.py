@@ -71,7 +71,7 @@ class Assembly:
             for g, group in enumerate(part.model.groups):
                 options = part.model.options[g]
                 path = graph.layers[part.first].path
-                here = self.ways[k, g] = Ways(tuple(ways) if _saves(part.model, g) else (KEEP,))
+                here = self.ways[k, g] = Ways(_open(part.model, g, ways))
                 names = [f"{words(moves.mesh, option)} {way}" for option in options for way in here.names]
                 self.nodes[k, g] = self.sketch.node(f"{path}/{group.name}", names)
                 seconds = np.array(here.spread([option.seconds for option in options]))
@@ -367,6 +367,15 @@ def _whole_nbytes(value: Value) -> int:
 def _saves(model: LayerModel, g: int) -> bool:
     """Whether a group makes something in the forward that is used in the backward."""
     return any(model.makers[root] == g and first < model.forward_ops <= last for root, (first, last) in model.lives.items())
+
+
+def _open(model: LayerModel, g: int, ways: Sequence[str]) -> tuple[str, ...]:
+    """What can become of what a group makes. One that saves nothing may have to run again for others of its layer that do: else
+    what it made would have to be kept for them."""
+    if _saves(model, g):
+        return tuple(ways)
+    needed = any(model.makers.get(name) == g and any(use.forward for use in uses) for name, uses in model.uses.items())
+    return tuple(way for way in ways if way == KEEP or (way == RECOMPUTE and needed))
 
 
 def _table(made: Sequence[Placed], needed: Sequence[Placed], of: Callable[[Placed, Placed], float]) -> Numbers:

@@ -177,12 +177,19 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
         )
     first = graph.ops[_heaviest(graph, indices)]
     kept = [*numbers]
+    twice = {atom for member in members for dims in (*member.inputs, *member.outputs) for atom in _twice(dims)}
     return Group(
         name=f"{first.where.split(':')[0]}:{first.target.split('.')[1]}",
         members=tuple(members),
         sizes=tuple(atoms.size(atom) for atom in kept),
-        may_split=tuple(not atoms.whole(atom) for atom in kept),
+        may_split=tuple(not atoms.whole(atom) and k not in twice for k, atom in enumerate(kept)),
     )
+
+
+def _twice(dims: Dims | None) -> Iterator[int]:
+    """Atoms that a tensor has in two dims, as a table of all pairs of one row of numbers has: no axis can split both."""
+    every = [atom for dim in dims or () for atom in dim]
+    return (atom for atom in every if every.count(atom) > 1)
 
 
 def _nests(one: Sequence[int], other: Sequence[int]) -> bool:

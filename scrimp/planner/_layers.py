@@ -5,7 +5,7 @@ Groups do not depend on the mesh, options do. What was reckoned for a mesh once 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from scrimp.planner._states import Precision
 from scrimp.planner._ways import WAYS
 from scrimp.rules import rule_of
 
+Narrow = Callable[[Graph, Mesh, list[LayerModel]], list[LayerModel]]
 Looked = tuple[tuple[tuple[Split, ...], ...], ...]  # ways to split: by class of layers, and by group
 
 
@@ -63,14 +64,22 @@ class OnMesh:
         return tuple(tuple(tuple(splits(group, self.mesh)) for group in model.groups) for model in self.layers.models)
 
     def assembly(
-        self, precision: Precision, ways: Sequence[str] = WAYS, looked: Looked | None = None, *, alone: bool = False
+        self,
+        precision: Precision,
+        ways: Sequence[str] = WAYS,
+        looked: Looked | None = None,
+        *,
+        alone: bool = False,
+        narrow: Narrow | None = None,
     ) -> Assembly:
-        """With the options of these splits, of all if none are given."""
+        """With the options of these splits, of all if none are given; `narrow` leaves some of them."""
         models = [
             replace(model, options=tuple(tuple(self._asked(k, g, each)) for g, each in enumerate(groups)))
             for k, (model, groups) in enumerate(zip(self.layers.models, looked or self.every, strict=True))
         ]
         graph = self.layers.graph
+        if narrow is not None:
+            models = narrow(graph, self.mesh, models)
         return Assembly(graph, parts_of(graph, models), self.moves, precision, self.rates, ways, alone=alone)
 
     def _asked(self, k: int, g: int, wanted: Iterable[Split]) -> Iterable[Option]:

@@ -18,7 +18,7 @@ from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner._answer import layers_of, memory_of
 from scrimp.planner._assemble import Assembly
-from scrimp.planner._layers import Layers, OnMesh
+from scrimp.planner._layers import Layers, Narrow, OnMesh
 from scrimp.planner._near import Ask, best_on
 from scrimp.planner._plan import Plan
 from scrimp.planner._problem import Problem
@@ -72,7 +72,7 @@ def plan(
         raise PlanError(f"saving={saving!r}: there are {', '.join(WAYS)}, and '{KEEP}' must be one of them")
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
     meshes = _meshes(cluster, mesh)
-    limit = _limit(cluster, budget)
+    limit = limit_of(cluster, budget)
     say("capturing the model")
     graph = captured(model, example_inputs, numbers)
     layers = Layers(graph)
@@ -114,11 +114,11 @@ def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
 
 
 def assembled(
-    graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, ways: Sequence[str] = WAYS
+    graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, ways: Sequence[str] = WAYS, narrow: Narrow | None = None
 ) -> tuple[Assembly, tuple[str, ...]]:
-    """The problem of a mesh, drawn up; and operators without a rule."""
+    """The problem of a mesh, drawn up; and operators without a rule. `narrow`: leaves layers some of their options."""
     layers = Layers(graph)
-    return OnMesh(layers, cluster, mesh).assembly(precision, ways), layers.whole
+    return OnMesh(layers, cluster, mesh).assembly(precision, ways, narrow=narrow), layers.whole
 
 
 def _planned(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, optimizer: str) -> Plan:
@@ -159,7 +159,8 @@ def _meshes(cluster: Cluster, mesh: Mesh | str | None) -> tuple[Mesh, ...]:
     return (mesh,)
 
 
-def _limit(cluster: Cluster, budget: int | str | None) -> int:
+def limit_of(cluster: Cluster, budget: int | str | None) -> int:
+    """Bytes of a device that may be used."""
     if budget is not None:
         limit = parse_nbytes(budget)
         if limit <= 0:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 # From what enters the head, the head's weight and the targets; how the logits are made and kept is its own affair.
 HeadLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+FUSED, EAGER = "fused", "eager"  # attention by one kernel, or by operators that make and save all scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,14 @@ class GPTConfig:
     expansion: int = 4
     dropout: float = 0.0
     tie: bool = True
+    attention: str = FUSED
     head_loss: HeadLoss | None = None
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:
             raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}")
+        if self.attention not in (FUSED, EAGER):
+            raise ValueError(f"attention '{self.attention}': there are '{FUSED}' and '{EAGER}'")
 
 
 # The sizes of the GPT-3 paper, under their usual names; 13b has dim 5120 where the paper prints 5140 for 40 heads of 128.
@@ -68,19 +72,31 @@ class Head(nn.Linear):
 class CausalAttention(nn.Module):
     """Self-attention over the past, with query, key and value in one matrix."""
 
-    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int, dropout: float, attention: str = FUSED) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
+        self.attention = attention
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, dim = x.shape
         q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        if self.attention == EAGER:
+            mixed = self._eager(q, k, v)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
         y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, dim))
         return y
+
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Saved for the backward: q, k, v, the probabilities, which of them are dropped, and what is left of them. Scaling q and
+        adding what hides the future save nothing."""
+        place = torch.arange(q.shape[-2], device=q.device)
+        hidden = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(place > place[:, None], -torch.inf)
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + hidden
+        return F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
 
 
 class MLP(nn.Module):
@@ -98,7 +114,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.dim)
-        self.attention = CausalAttention(config.dim, config.heads, config.dropout)
+        self.attention = CausalAttention(config.dim, config.heads, config.dropout, config.attention)
         self.norm2 = nn.LayerNorm(config.dim)
         self.mlp = MLP(config.dim, config.expansion * config.dim)
         self.drop = nn.Dropout(config.dropout)
