@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from scrimp.cli._models import model_and_batch
 from scrimp.cluster import Cluster
-from scrimp.errors import ScrimpError
+from scrimp.errors import PlanWarning, ScrimpError
 from scrimp.planner._ways import KEEP, WAYS
 from scrimp.planner.api import plan
 
@@ -25,7 +26,8 @@ def make(
 ) -> None:  # fmt: skip
     made, inputs = model_and_batch(model, batch, seq, settings)
     known = Cluster.load(Path(cluster)) if cluster.endswith(".toml") else Cluster.preset(cluster)
-    with console.status("planning") as status:
+    with console.status("planning") as status, warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)  # the summary says it
         found = plan(
             made, inputs, known, mesh=mesh, budget=budget, objective=objective, optimizer=optimizer, precision=precision,
             saving=(KEEP,) if keep else WAYS, seconds=seconds, gap=gap, progress=status.update,

@@ -40,12 +40,24 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """`sizes` of its atoms, and which of them `may_split`."""
+    """`sizes` of its atoms, and which of them `may_split`. `ranges`: atoms, major first, of which a device must hold a range,
+    because its operators reckon with where that begins: rows of a table that is looked up, classes of a loss."""
 
     name: str
     members: tuple[Member, ...]
     sizes: tuple[int, ...]
     may_split: tuple[bool, ...]
+    ranges: tuple[tuple[int, ...], ...] = ()
+
+    def keeps_ranges(self, devices: Mapping[int, int]) -> bool:
+        """Whether all that must be a range is one, if atoms are split over so many devices. Of 4 x 8 rows, those with the
+        same place in every eight are none: an atom may be split if the ones before it are split up to the last."""
+        for atoms in self.ranges:
+            split = [atom for atom in atoms if devices.get(atom, 1) > 1]
+            before = atoms[: atoms.index(split[-1])] if split else ()
+            if any(devices.get(atom, 1) != self.sizes[atom] for atom in before):
+                return False
+        return True
 
 
 def groups_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> tuple[Group, ...]:
@@ -177,11 +189,15 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
         )
     first = graph.ops[_heaviest(graph, indices)]
     kept = [*numbers]
+    ranges = dict.fromkeys(
+        numbered(index, [k]) for index in indices for k, factor in enumerate(rules[index].factors) if factor.ranged
+    )
     return Group(
         name=f"{first.where.split(':')[0]}:{first.target.split('.')[1]}",
         members=tuple(members),
         sizes=tuple(atoms.size(atom) for atom in kept),
         may_split=tuple(not atoms.whole(atom) for atom in kept),
+        ranges=tuple(each for each in ranges if len(each) > 1),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from scrimp.capture import Graph, capture
 from scrimp.cluster import Cluster
-from scrimp.errors import FitError, PlanError
+from scrimp.errors import FitError, PlanError, PlanWarning
 from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner._answer import layers_of, memory_of
@@ -27,6 +28,7 @@ from scrimp.planner._solve import MEMORY, Solution, solve
 from scrimp.planner._stack import parts_of
 from scrimp.planner._states import OPTIMIZERS, PRECISIONS, Precision, precision_of
 from scrimp.planner._ways import KEEP, WAYS
+from scrimp.planner._whole import costs_of_whole
 from scrimp.rules import rule_of
 
 Say = Callable[[str], None]
@@ -91,6 +93,8 @@ def plan(
         assert trouble is not None
         raise trouble
     best = min((one for one, _ in found), key=lambda one: _order(one, objective))
+    for kept in best.whole:
+        warnings.warn(str(kept), PlanWarning, stacklevel=2)
     return replace(best, spent_seconds=time.perf_counter() - start)
 
 
@@ -148,10 +152,18 @@ def _planned(
         gap=solution.phases[0].gap,
         seconds_gap=solution.phases[-1].gap,
         layers=tuple(layers_of(assembly, solution)),
-        whole=whole,
+        whole=costs_of_whole(assembly, problem, solution, _without_rule(graph), cluster.on(mesh).compute_seconds)
+        if whole
+        else (),
         asked=Asked(graph=graph, assembly=assembly, problem=problem, solution=solution),
     )
     return made, solution
+
+
+def _without_rule(graph: Graph) -> dict[int, frozenset[str]]:
+    """Of each class of layers the operators that have none, by name."""
+    values = [{value.name: value for value in layer.values} for layer in graph.graphs]
+    return {k: frozenset(op.name for op in layer.ops if rule_of(op, values[k]) is None) for k, layer in enumerate(graph.graphs)}
 
 
 def _order(one: Plan, objective: str) -> tuple[float, float]:
