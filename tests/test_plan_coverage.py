@@ -17,19 +17,14 @@ from tests import capture_models
 MESHES = {"8": (8, "x=8"), "2x4": (8, "x=2,y=4"), "4x8": (32, "x=4,y=8"), "2x2x2": (8, "x=2,y=2,z=2")}
 BATCH, SECONDS = 32, 120.0
 # Hugging Face's tiny ones have sizes that divide over 8 and over 4 x 8.
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 32, "n_embd": 64, "n_head": 8, "vocab_size": 128},
-    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128},
-    "bert": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "vocab_size": 128},
-    "vit": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8},
+    "llama": {**WIDE, "num_key_value_heads": 8, "vocab_size": 128},
+    "bert": {**WIDE, "vocab_size": 128},
+    "vit": WIDE,
     "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32]},
-    "mixtral": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 128,
-    },
+    "mixtral": {**WIDE, "num_key_value_heads": 8, "vocab_size": 128},
 }
 QUICK = {("gpt2", 2, "2x4"), ("llama", 2, "8"), ("bert", 2, "8"), ("vit", 2, "8"), ("mixtral", 2, "8")}
 QUICK_ZOO = {("gpt-tiny", "8"), ("moe-tiny", "8"), ("vgg-tiny-bn", "2x4"), ("vit-tiny", "2x4"), ("resnet-tiny", "8")}

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,8 @@ from scrimp.capture._graph import Op, Value
 from scrimp.layout import Mesh
 from scrimp.rules import Rule, Split, Sums, check, known_targets, may_split, rule_of
 from scrimp.rules import _known as knowing
+from scrimp.rules._call import bind
+from scrimp.rules._samples import sample
 from tests.rule_examples import EXAMPLES, T, made
 from tests.test_rules import ELSEWHERE
 
@@ -53,6 +56,7 @@ def calls(draw: st.DrawFn, target: str) -> tuple[Op, dict[str, Value]]:
     if max(times.values(), default=1) > 1:
         try:
             op, values = made(target, *larger[0], **larger[1])
+            sample(bind(op, values), seed=0, floats=torch.float64, device="cpu")  # type: ignore[arg-type]  # torch has it
             if rule_of(op, values) is not None and max(prod(value.shape) for value in values.values()) <= LARGEST:
                 return op, values
         except (RuntimeError, ValueError, IndexError):

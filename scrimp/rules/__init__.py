@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FREE", "INSIDE", "SUM", "WHOLE", "Dims", "Factor", "Rule", "Split", "Sums", "Talk", "check", "choices", "discover",
-    "factored_shape", "fits", "follow", "known_targets", "layouts", "learn", "localize", "may_split", "refine", "rule_of", "simplest",
+    "factored_shape", "fits", "follow", "known_targets", "layouts", "learn", "localize", "may_split", "refine", "rule_of",
+    "simplest",
 ]  # fmt: skip
 
 _WITH_TORCH = {

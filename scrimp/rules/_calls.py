@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from scrimp.capture._graph import MADE, BORDER, Op, Ref, Value
+from scrimp.capture._graph import BORDER, MADE, Op, Ref, Value
 from scrimp.errors import ScrimpError
 from scrimp.rules._known import known_targets
 from scrimp.rules._schema_private import Argument, Schema, all_targets, schema
@@ -48,14 +48,8 @@ def target_of(name: str) -> str:
     near = get_close_matches(name if name.count(".") > 1 else f"aten.{name.removeprefix('aten.')}.default", known, 8, 0.75)
     family = [each for each in known if each.startswith((f"{name}.", f"aten.{name}."))]
     listed = ", ".join([*dict.fromkeys([*sorted(family), *near])][:6])
-    raise ScrimpError(
-        f"torch has no operator '{name}'; "
-        + (
-            f"there are {listed}"
-            if listed
-            else "write it as aten.addmm.default; for one of your own, --load the module that has it"
-        )
-    )
+    way_out = "write it as aten.addmm.default; for one of your own, --load the module that has it"
+    raise ScrimpError(f"torch has no operator '{name}'; {f'there are {listed}' if listed else way_out}")
 
 
 def example(target: str, shapes: Sequence[Shape] = (), literals: Mapping[str, Any] | None = None) -> Example:
@@ -128,7 +122,7 @@ def _tensors(needed: Sequence[Argument]) -> Iterator[dict[str, Any]]:
     counts = [2 if each.kind.startswith("List") else 1 for each in needed]
     slots = sum(counts)
     ways: list[tuple[tuple[int, ...], ...]] = [(shape,) * slots for shape in _SHAPES[:1]] if slots else [()]
-    ways += [way for way in product(_SHAPES, repeat=slots)] if 0 < slots <= 4 else [(shape,) * slots for shape in _SHAPES]
+    ways += [*product(_SHAPES, repeat=slots)] if 0 < slots <= 4 else [(shape,) * slots for shape in _SHAPES]
     for way in dict.fromkeys(ways):
         left, placed = [*way], dict[str, Any]()
         for each, count in zip(needed, counts, strict=True):
