@@ -9,7 +9,7 @@ is left is few choices a layer: products, norms, attention, additions of two bra
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
 
@@ -23,7 +23,7 @@ Dims = tuple[tuple[int, ...], ...]  # of each dim its atoms, by index in the gro
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """An operator in its group: dims of its tensors in the group's atoms; those that are summed over; what members tell each
-    other inside of it, as (atom, atoms of the tensor that travels, bytes of an element, times)."""
+    other inside of it, as (atom, atoms of the tensor that travels, bytes of an element, times). `ruled`: it has a rule."""
 
     op: int
     inputs: tuple[Dims, ...]
@@ -31,6 +31,7 @@ class Member:
     linear: tuple[frozenset[int], ...]
     sums: frozenset[int]
     talks: tuple[tuple[int, tuple[int, ...], int, int], ...]
+    ruled: bool = True
 
     @property
     def atoms(self) -> frozenset[int]:
@@ -68,7 +69,12 @@ def groups_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> tuple[Grou
     for index, leader in enumerate(_leaders(graph, of_op)):
         found.setdefault(leader, []).append(index)
     known: dict[str, list[list[int]]] = {}  # of values so far, the sizes of what their dims are made of
-    return tuple(_group(graph, members, of_op, known) for members in found.values())
+    groups = (_group(graph, members, of_op, known) for members in found.values())
+    return tuple(replace(group, members=tuple(_marked(graph, rules, group))) for group in groups)
+
+
+def _marked(graph: LayerGraph, rules: Mapping[str, Rule | None], group: Group) -> Iterator[Member]:
+    return (replace(member, ruled=rules[graph.ops[member.op].name] is not None) for member in group.members)
 
 
 def kept_whole(op: Op, values: Mapping[str, Value]) -> Rule:

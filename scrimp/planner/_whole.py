@@ -14,22 +14,19 @@ from scrimp.planner._problem import Problem
 from scrimp.planner._solve import Solution
 
 
-def costs_of_whole(
-    assembly: Assembly, problem: Problem, solution: Solution, without: Mapping[int, frozenset[str]], work: Work
-) -> tuple[KeptWhole, ...]:
-    """By operator. `without`: of each of the graph's classes of layers the names of those that have no rule."""
+def costs_of_whole(assembly: Assembly, problem: Problem, solution: Solution, work: Work) -> tuple[KeptWhole, ...]:
+    """By operator."""
     found: dict[str, KeptWhole] = {}
     devices = assembly.moves.mesh.size
     moved = _move_seconds(assembly, problem, solution)
     for k, part in enumerate(assembly.parts):
         model = part.model
-        group_of = {member.op: g for g, group in enumerate(model.groups) for member in group.members}
-        for index, op in enumerate(model.graph.ops):
-            if op.name not in without[assembly.graph.layers[part.first].graph]:
-                continue
+        without = {member.op: g for g, group in enumerate(model.groups) for member in group.members if not member.ruled}
+        for index, g in sorted(without.items()):
+            op = model.graph.ops[index]
             nbytes = _nbytes(op, model.values)
             longer = part.count * _longer_seconds(op, model.graph, nbytes, devices, work)
-            longer += moved.pop((k, group_of[index]), 0.0)  # once for all of a group's
+            longer += moved.pop((k, g), 0.0)  # once for all of a group's
             known = found.get(op.target)
             found[op.target] = KeptWhole(
                 target=op.target,

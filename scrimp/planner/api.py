@@ -133,7 +133,7 @@ def _planned(
     graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, optimizer: str, objective: str, limit: int, seconds: float,
     gap: float, saving: Sequence[str],
 ) -> tuple[Plan, Solution]:  # fmt: skip
-    assembly, whole = assembled(graph, cluster, mesh, precision, saving)
+    assembly, _ = assembled(graph, cluster, mesh, precision, saving)
     problem = assembly.sketch.problem(limit)
     solution = solve(problem, objective=objective, seconds=seconds, gap=gap)
     if solution.peak_nbytes > limit:
@@ -152,18 +152,10 @@ def _planned(
         gap=solution.phases[0].gap,
         seconds_gap=solution.phases[-1].gap,
         layers=tuple(layers_of(assembly, solution)),
-        whole=costs_of_whole(assembly, problem, solution, _without_rule(graph), cluster.on(mesh).compute_seconds)
-        if whole
-        else (),
+        whole=costs_of_whole(assembly, problem, solution, cluster.on(mesh).compute_seconds),
         asked=Asked(graph=graph, assembly=assembly, problem=problem, solution=solution),
     )
     return made, solution
-
-
-def _without_rule(graph: Graph) -> dict[int, frozenset[str]]:
-    """Of each class of layers the operators that have none, by name."""
-    values = [{value.name: value for value in layer.values} for layer in graph.graphs]
-    return {k: frozenset(op.name for op in layer.ops if rule_of(op, values[k]) is None) for k, layer in enumerate(graph.graphs)}
 
 
 def _order(one: Plan, objective: str) -> tuple[float, float]:
