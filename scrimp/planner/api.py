@@ -24,10 +24,11 @@ from scrimp.planner._layer import LayerModel, model_of
 from scrimp.planner._moves import Moves
 from scrimp.planner._plan import Plan
 from scrimp.planner._problem import Problem
+from scrimp.planner._question import batch_that_no_axis_divides, check_question
 from scrimp.planner._solve import MEMORY, Solution, solve
 from scrimp.planner._stack import parts_of
-from scrimp.planner._states import OPTIMIZERS, PRECISIONS, Precision, precision_of
-from scrimp.planner._ways import KEEP, WAYS
+from scrimp.planner._states import Precision, precision_of
+from scrimp.planner._ways import WAYS
 from scrimp.planner._whole import costs_of_whole
 from scrimp.rules import rule_of
 
@@ -68,13 +69,12 @@ def plan(
 
     `seconds` and `gap`: when the search is good enough. `progress` is told what is being done."""
     start, say = time.perf_counter(), progress or (lambda words: None)
+    check_question(
+        model=model, example_inputs=example_inputs, cluster=cluster, mesh=mesh, objective=objective, optimizer=optimizer,
+        precision=precision, saving=saving, seconds=seconds, gap=gap,
+    )  # fmt: skip
     numbers = precision_of(precision, optimizer)
-    if numbers is None:
-        raise PlanError(
-            f"precision={precision!r}, optimizer={optimizer!r}: there are {', '.join(PRECISIONS)} and {', '.join(OPTIMIZERS)}"
-        )
-    if KEEP not in saving or not {*saving} <= {*WAYS}:
-        raise PlanError(f"saving={saving!r}: there are {', '.join(WAYS)}, and '{KEEP}' must be one of them")
+    assert numbers is not None  # both names are known
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
     meshes = _meshes(cluster, mesh)
     limit = _limit(cluster, budget)
@@ -93,8 +93,9 @@ def plan(
         assert trouble is not None
         raise trouble
     best = min((one for one, _ in found), key=lambda one: _order(one, objective))
-    for kept in best.whole:
-        warnings.warn(str(kept), PlanWarning, stacklevel=2)
+    uneven = batch_that_no_axis_divides(graph, best.mesh)
+    for words in (*map(str, best.whole), *([uneven] if uneven else [])):
+        warnings.warn(words, PlanWarning, stacklevel=2)
     return replace(best, spent_seconds=time.perf_counter() - start)
 
 
