@@ -91,7 +91,7 @@ WAY_OUT = r".*run Engine without a plan"
         (branches, rf"^the model, {HERE}: the forward depends on the values of tensors.*branching" + WAY_OUT),
         (loops, rf"^the model, {HERE}: the forward depends on the values of tensors" + WAY_OUT),
         (no_loss, r"^Net must return a scalar loss .* but gave a tensor of shape \(8, 16\): are the labels in the batch\?"),
-        (detached, r"^Net must return a loss that depends on its parameters, but gave one that depends on none: is all of it frozen"),
+        (detached, r"^Net must return a loss that depends on its parameters, but gave one that depends on none: is all of it"),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_go_with_its_batch(function: Callable[[Net, Tensor], Any], says: str) -> None:

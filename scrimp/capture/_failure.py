@@ -30,7 +30,7 @@ def failure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mo
     try:
         with ExitStack() as hooks, mode, torch.enable_grad(), quiet():
             for path, module in model.named_modules():
-                enter = module.register_forward_pre_hook(lambda *_, path=path: entered.append(path))  # type: ignore[misc]
+                enter = module.register_forward_pre_hook(lambda *_, path=path: entered.append(path))
                 leave = module.register_forward_hook(lambda *_: entered.pop() and None)
                 hooks.callback(enter.remove)
                 hooks.callback(leave.remove)
