@@ -109,6 +109,8 @@ def test_an_operator_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["discover", "aten.linalg_cholesky.default"], r"found that aten\.linalg_cholesky\.default takes \(.*square"),
         (["discover", "aten.bernoulli.default"], r"it draws, and gives other numbers each time"),
         (["discover", "aten._fft_c2c.default"], r"no arguments were found that aten\._fft_c2c\.default takes .*--shapes"),
+        (["check", "aten.scatter.value", "--shapes", "4x6,4x12", "--set", "dim=1", "--set", "value=1.0"],
+         r"aten\.scatter\.value cannot be tried on random numbers: .*exceeds dimension"),
         (["check", "mm", "--load", "no_such_module"], r"--load no_such_module: No module named"),
     ],
 )  # fmt: skip

@@ -49,7 +49,10 @@ def check(console: Console, name: str, shapes: str | None, settings: Sequence[st
         )
     console.print(_call(op, values), soft_wrap=True)
     console.print(_factors(rule), soft_wrap=True)
-    proof = prove(op, values, rule)
+    try:
+        proof = prove(op, values, rule)
+    except Exception as error:  # of as many kinds as there are operators: the whole does not run
+        raise ScrimpError(f"{op.target} cannot be tried on random numbers: {str(error).partition(chr(10))[0]}") from error
     for fault in proof.faults:
         console.print(f"wrong: {fault}", style="red", soft_wrap=True)
     console.print(f"{'wrong' if proof.faults else 'right'} {_surety(proof)}", soft_wrap=True)
