@@ -109,7 +109,7 @@ class Assembly:
         nbytes = self.ways[k, group].repeat(self._nbytes(part.model, group, root))
         saved = first < self._turn <= last
         kind = ACTIVATIONS if saved else TEMPORARIES
-        whole = whole_nbytes(part.model.values[root])
+        whole = _whole_nbytes(part.model.values[root])
         self.sketch.hold(self.nodes[k, group], first, last, kind, nbytes)
         self.sketch.must_be(first, last, kind, whole)
         if saved and part.count > 1:
@@ -132,7 +132,7 @@ class Assembly:
             self.sketch.hold(node, part.point(first), part.point(ahead), TEMPORARIES, gone)
             self.sketch.hold(node, back, part.point(last), ACTIVATIONS, gone)
         self.sketch.cost(node, 2 * part.count * here.only(OFFLOAD, nbytes) / self.rates.host_link)
-        whole = whole_nbytes(model.values[root])
+        whole = _whole_nbytes(model.values[root])
         self.sketch.must_be(part.point(first), part.point(last), ACTIVATIONS, whole)
         self.sketch.must_be(*part.span, ACTIVATIONS, (part.count - 1) * whole)
 
@@ -178,7 +178,7 @@ class Assembly:
                 itemsize = ITEMSIZE[model.values[name].dtype]
                 always = (0, self.sketch.points - 1)
                 self.sketch.hold(self.nodes[k, group], *always, BUFFERS, itemsize * np.array(self.ways[k, group].spread(nbytes)))
-                self.sketch.must_be(*always, BUFFERS, whole_nbytes(model.values[name]))
+                self.sketch.must_be(*always, BUFFERS, _whole_nbytes(model.values[name]))
 
     def _readers(self, k: int, output: str) -> Iterator[Reader]:
         """Groups of later layers that use an output of this part; of those in the part itself, all but the last use the
@@ -348,7 +348,7 @@ _KINDS: dict[str, Callable[[AtRest], float]] = {
 }
 
 
-def whole_nbytes(value: Value) -> int:
+def _whole_nbytes(value: Value) -> int:
     """Of all devices together, held once."""
     return prod(value.shape) * ITEMSIZE[value.dtype]
 

@@ -4,10 +4,11 @@ their work."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 
 from scrimp.capture._graph import LayerGraph, Op, Value
 from scrimp.move._dtypes import ITEMSIZE
-from scrimp.planner._assemble import Assembly, whole_nbytes
+from scrimp.planner._assemble import Assembly
 from scrimp.planner._options import Work
 from scrimp.planner._plan import KeptWhole
 from scrimp.planner._problem import Problem
@@ -43,7 +44,8 @@ def _nbytes(op: Op, values: Mapping[str, Value]) -> int:
     held: dict[str, int] = {}
     for name in (*op.inputs, *op.outputs):
         if name is not None:
-            held[values[name].storage] = max(held.get(values[name].storage, 0), whole_nbytes(values[name]))
+            value = values[name]
+            held[value.storage] = max(held.get(value.storage, 0), prod(value.shape) * ITEMSIZE[value.dtype])
     return sum(held.values())
 
 
