@@ -175,6 +175,9 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
     def numbered(index: int, factors: Sequence[int]) -> tuple[int, ...]:
         return tuple(numbers[atom] for atom in atoms.of(own[index][k] for k in factors))
 
+    ranges = dict.fromkeys(
+        numbered(index, [k]) for index in indices for k, factor in enumerate(rules[index].factors) if factor.ranged
+    )
     members = []
     for index in indices:
         rule = rules[index]
@@ -195,15 +198,12 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
         )
     first = graph.ops[_heaviest(graph, indices)]
     kept = [*numbers]
-    ranges = dict.fromkeys(
-        numbered(index, [k]) for index in indices for k, factor in enumerate(rules[index].factors) if factor.ranged
-    )
     return Group(
         name=f"{first.where.split(':')[0]}:{first.target.split('.')[1]}",
         members=tuple(members),
+        ranges=tuple(each for each in ranges if len(each) > 1),
         sizes=tuple(atoms.size(atom) for atom in kept),
         may_split=tuple(not atoms.whole(atom) for atom in kept),
-        ranges=tuple(each for each in ranges if len(each) > 1),
     )
 
 

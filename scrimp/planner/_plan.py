@@ -25,6 +25,27 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptWhole:
+    """An operator without a rule, that every device runs whole, `times` over in a step; `where`: the first of them.
+    `redundant_nbytes`: of what it reads and makes, on a device while it runs, what others have too, at most. `seconds`: by how
+    much a step is longer than if every device did its share, with what is moved to where it runs."""
+
+    target: str
+    where: str
+    times: int
+    redundant_nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        more = f" and {self.times - 1} more" if self.times > 1 else ""
+        return (
+            f"{self.target} ({self.where}{more}) has no rule, so every device runs all of it: while it runs a device has "
+            f"{format_nbytes(self.redundant_nbytes)} that others have too, and a step is {self.seconds * 1e3:.3g} ms longer; "
+            f"`scrimp rules discover {self.target}` may find a rule"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedMemory:
     """Of a device. `where`: the operator that runs at the peak."""
 
@@ -70,27 +91,6 @@ class PlannedLayers:
     count: int
     ops: tuple[PlannedOp, ...]
     weights: tuple[PlannedWeight, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptWhole:
-    """An operator without a rule, that every device runs whole, `times` over in a step; `where`: the first of them.
-    `redundant_nbytes`: of what it reads and makes, on a device while it runs, what others have too, at most. `seconds`: by how
-    much a step is longer than if every device did its share, with what is moved to where it runs."""
-
-    target: str
-    where: str
-    times: int
-    redundant_nbytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        more = f" and {self.times - 1} more" if self.times > 1 else ""
-        return (
-            f"{self.target} ({self.where}{more}) has no rule, so every device runs all of it: while it runs a device has "
-            f"{format_nbytes(self.redundant_nbytes)} that others have too, and a step is {self.seconds * 1e3:.3g} ms longer; "
-            f"`scrimp rules discover {self.target}` may find a rule"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
