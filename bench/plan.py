@@ -24,10 +24,11 @@ from scrimp import Cluster, Mesh, PlanError, zoo
 from scrimp.planner import solve
 from scrimp.planner._answer import memory_of
 from scrimp.planner._assemble import Assembly
+from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._solve import Solution
 from scrimp.planner._states import precision_of
 from scrimp.planner._ways import KEEP
-from scrimp.planner.api import assembled, captured
+from scrimp.planner.api import captured
 from scrimp.planner.beside import BASELINES, DATA, TENSOR, Drawn
 
 SIZES = {"gpt-2b7": (8, 32), "gpt-6b7": (8, 32), "gpt-13b": (8, 32)}
@@ -46,11 +47,13 @@ def rows(name: str, devices: int, seconds: float) -> Iterator[dict[str, Any]]:
     graph = captured(model, zoo.example_batch(name, devices, vocab=VOCAB), precision)
     took = time.perf_counter() - start
     cluster = Cluster.preset(f"{devices}xA100-80")
+    layers = Layers(graph)
     drawn = Drawn(graph, cluster, precision, "adamw")
     for tp in TP:
         mesh = Mesh({"dp": devices // tp, "tp": tp})
         start = time.perf_counter()
-        assembly, _ = assembled(graph, cluster, mesh, precision, (KEEP,))
+        on = OnMesh(layers, cluster, mesh)
+        assembly = on.assembly(precision, (KEEP,))
         problem = assembly.sketch.problem()
         about = {
             "model": name,
@@ -59,7 +62,7 @@ def rows(name: str, devices: int, seconds: float) -> Iterator[dict[str, Any]]:
             "capture_s": took,
             "assemble_s": time.perf_counter() - start,
         }
-        free, _ = assembled(graph, cluster, mesh, precision)
+        free = on.assembly(precision)
         every = [
             (LEAST, solve(problem, seconds=seconds), assembly),
             (NEAR, solve(problem, seconds=seconds, slack=0.1), assembly),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from scrimp.errors import LayoutError as LayoutError
     from scrimp.errors import MoveError as MoveError
     from scrimp.errors import PlanError as PlanError
+    from scrimp.errors import PlanWarning as PlanWarning
     from scrimp.errors import RunError as RunError
     from scrimp.errors import ScrimpError as ScrimpError
     from scrimp.exchange import Dense as Dense
@@ -55,6 +56,7 @@ _HOME = {
     "MoveError": "scrimp.errors",
     "Plan": "scrimp.planner._plan",
     "PlanError": "scrimp.errors",
+    "PlanWarning": "scrimp.errors",
     "Program": "scrimp.move",
     "Progress": "scrimp.engine._progress",
     "RunError": "scrimp.errors",

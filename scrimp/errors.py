@@ -23,6 +23,10 @@ class PlanError(ScrimpError):
     """A question to the planner that does not make sense, or that has no answer."""
 
 
+class PlanWarning(UserWarning):
+    """A plan that could be better: an operator that every device runs whole."""
+
+
 class FitError(ScrimpError):
     """It does not fit: how many bytes, where, when, and what would help."""
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from scrimp.capture._graph import Op
 from scrimp.layout import Layout
 from scrimp.rules._call import bind
+from scrimp.rules._schema_private import schema
 
-Choice = tuple[Op, tuple[tuple[int, ...], ...], tuple[Layout, ...]]  # operator, inputs' shapes, their layouts
+Choice = tuple[Op, tuple[tuple[tuple[int, ...], str], ...], tuple[Layout, ...]]  # operator, inputs' shapes and dtypes, layouts
 
 
 def placement(layout: Layout) -> Placement | None:
@@ -34,25 +35,40 @@ def name(place: Placement | None) -> str:
     return "parts of a sum" if isinstance(place, Partial) else str(place)
 
 
+def known() -> set[Any]:
+    """Operators that DTensor itself has a strategy for."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
+    return {each for table in tables for each in getattr(propagator, table, ())}
+
+
 def propagated(choices: list[Choice]) -> list[list[str] | None]:
     """Of each choice the placements of the outputs, if DTensor runs it without moving anything."""
     mesh = init_device_mesh("cpu", (2,))
     return [_propagated(mesh, *choice) for choice in choices]
 
 
-def _propagated(mesh: Any, op: Op, shapes: tuple[tuple[int, ...], ...], layouts: tuple[Layout, ...]) -> list[str] | None:
+def _propagated(
+    mesh: Any, op: Op, shapes: tuple[tuple[tuple[int, ...], str], ...], layouts: tuple[Layout, ...]
+) -> list[str] | None:
+    found = schema(op.target)
+    if found is None or found.function not in known():
+        return None  # it would take the operator apart, which takes long and shows what others make of it
     tensors = []
-    for shape, layout in zip(shapes, layouts, strict=True):
+    for (shape, dtype), layout in zip(shapes, layouts, strict=True):
         place = placement(layout)
         assert place is not None
         local = [size // 2 if isinstance(place, Shard) and dim == place.dim else size for dim, size in enumerate(shape)]
-        whole = op.target == "aten.embedding.default" and len(tensors) == 1
-        tensor = torch.zeros(local, dtype=torch.int64) if whole else torch.ones(local)
+        real = dtype.startswith("float")
+        tensor = torch.ones(local) if real else torch.zeros(local, dtype=getattr(torch, dtype))
         tensors.append(DTensor.from_local(tensor, mesh, [place], run_check=False))
     call = bind(op)
     assert call is not None
-    with CommDebugMode() as moves:
-        outputs = call.run(call.filled(tensors))
+    try:
+        with CommDebugMode() as moves:
+            outputs = call.run(call.filled(tensors))
+    except Exception:  # it has no rule for the operator, or none that takes these
+        return None
     if moves.get_total_counts():
         return None
-    return [name(output.placements[0]) for output in outputs]
+    return [name(output.placements[0]) if isinstance(output, DTensor) else "" for output in outputs]

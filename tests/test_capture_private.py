@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, fx, nn
 
 from scrimp.capture import _dynamo_private as door
-from scrimp.capture._joint_private import FakeTensorMode, describe, is_backward, is_view, sequence_number, trace_joint
+from scrimp.capture._joint_private import (
+    DATA_DEPENDENT,
+    FakeTensorMode,
+    describe,
+    is_backward,
+    is_view,
+    sequence_number,
+    trace_joint,
+)
 
 
 class Model(nn.Module):
@@ -108,3 +117,9 @@ def test_schemas_say_what_is_a_view() -> None:
     ]
     assert all(is_view(target) for target in views)
     assert not any(is_view(target) for target in (aten.mm.default, aten.clone.default, aten.add_.Tensor, operator.getitem))
+
+
+@pytest.mark.parametrize("asks", [lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x.nonzero()])
+def test_fakes_say_that_they_have_no_numbers(asks: Callable[[Tensor], object]) -> None:
+    with FakeTensorMode(), pytest.raises(DATA_DEPENDENT):
+        asks(torch.ones(4))

@@ -14,10 +14,11 @@ from scrimp import Cluster, Mesh, Plan, PlanError, plan, zoo
 from scrimp.capture import Graph
 from scrimp.planner import solve
 from scrimp.planner._baselines import Baseline
+from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._roles import roles_of, width_of
 from scrimp.planner._states import precision_of
 from scrimp.planner._ways import KEEP
-from scrimp.planner.api import assembled, captured
+from scrimp.planner.api import captured
 from scrimp.planner.beside import BASELINES, Drawn, baseline_plan, beside, meshes_of
 from tests import capture_models
 from tests.test_plan import recounted
@@ -94,7 +95,7 @@ def test_the_sequence_splits_what_the_stream_saves() -> None:
 def test_the_least_memory_is_never_above_a_baseline() -> None:
     numbers = precision_of("megatron-bf16", "adamw")
     assert numbers is not None
-    assembly, _ = assembled(graph(), Cluster.preset("4xA100-80"), MESH, numbers, (KEEP,))
+    assembly = OnMesh(Layers(graph()), Cluster.preset("4xA100-80"), MESH).assembly(numbers, (KEEP,))
     problem = assembly.sketch.problem()
     least = solve(problem, seconds=60)
     for name in ("ddp", "zero-3", "tp", "tp-sp", "tp-sp-dist-opt"):

@@ -34,7 +34,7 @@ from scrimp.rules import (
 )
 from scrimp.rules import _localize as localizing
 from scrimp.rules._pointwise import is_pointwise
-from scrimp.rules._schema_private import Argument, schema
+from scrimp.rules._schema_private import Argument, all_targets, schema
 from tests.rule_examples import BOOLS, EXAMPLES, T, ids, made, t
 
 TWO, THREE, FOUR = Mesh({"x": 2}), Mesh({"x": 3}), Mesh({"x": 2, "y": 2})
@@ -117,7 +117,12 @@ def test_private_names_of_torch() -> None:
     assert found is not None
     assert found.function is torch.ops.aten.addmm.default
     assert [each.name for each in found.arguments] == ["self", "mat1", "mat2", "beta", "alpha"]
-    assert found.arguments[-1] == Argument(name="alpha", default=1, keyword=True)
+    assert found.arguments[-1] == Argument(name="alpha", default=1, keyword=True, kind="number")
+    assert (found.arguments[0].kind, found.arguments[0].needed) == ("Tensor", True)
+    kinds = [each.kind for each in schema("aten.convolution.default").arguments]  # type: ignore[union-attr]
+    assert kinds == ["Tensor", "Tensor", "Optional[Tensor]", *["List[int]"] * 3, "bool", "List[int]", "int"]
+    assert [each.kind for each in schema("aten.cat.default").arguments] == ["List[Tensor]", "int"]  # type: ignore[union-attr]
+    assert {"aten.mm.default", "aten.add.Tensor"} <= {*all_targets()}
     for target, marks in {
         "aten.add.Tensor": (True, False, False),
         "aten.add_.Tensor": (True, False, True),

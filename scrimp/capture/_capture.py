@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from scrimp.capture._clean import WAY_OUT, clean, tensor_of
 from scrimp.capture._depth import Run, lengthened, runs_of, shortened
 from scrimp.capture._dynamo_private import Refused, line_of, storage_of, trace
+from scrimp.capture._failure import failure
 from scrimp.capture._graph import BORDER, BUFFER, PARAMETER, Graph, Layer, LayerGraph, Parameter, Source, Value
 from scrimp.capture._joint_private import FakeTensorMode, trace_joint
 from scrimp.capture._layer_graph import Input, layer_graph
@@ -117,6 +118,10 @@ class _Capture:
         try:
             module, tensors, effects = trace(_Loss(self.model), (self.args, self.kwargs))
         except Refused as error:
+            failed = failure(self.model, self.args, self.kwargs, self.mode)
+            if failed is not None:
+                given = ", ".join(f"{name} {tuple(each.shape)} {dtype_name(each.dtype)}" for name, each in self.given.items())
+                raise CaptureError(f"{failed}; the batch is {given or 'empty'}") from error
             raise CaptureError(
                 f"{self.places.at(error.frames)}: the forward depends on the values of tensors, or does what "
                 f"cannot be traced ({error.reason}); {_way_out(self.model)}"
@@ -142,6 +147,11 @@ class _Capture:
         loss = tensor_of(nodes[0]) if len(nodes) == 1 else None
         if loss is None or loss.numel() != 1 or not loss.requires_grad or nodes[0].op == "placeholder":
             got = "no loss" if loss is None or loss.numel() == 0 else f"a tensor of shape {tuple(loss.shape)}"
+            if loss is not None and loss.numel() == 1:
+                got = "one that depends on none: is all of it frozen, or detached?"
+                raise CaptureError(
+                    f"{type(self.model).__name__} must return a loss that depends on its parameters, but gave {got}"
+                )
             raise CaptureError(
                 f"{type(self.model).__name__} must return a scalar loss that depends on its parameters, or an object or a dict "
                 f"with 'loss', but gave {got}: are the labels in the batch?"

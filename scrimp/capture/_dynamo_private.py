@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
-_NOISY = "torch._dynamo.utils"  # torch 2.11 cannot sort the set of ignored functions, and says so at every capture
+# Torch 2.11 cannot sort the set of ignored functions, and says so at every capture; fakes print a trace of whatever fails on
+# them, which is an error that is told.
+_NOISY = ("torch._dynamo.utils", "torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +50,30 @@ def trace(module: nn.Module, inputs: Sequence[Any]) -> tuple[fx.GraphModule, lis
     attributes of the module its forward sets, which a graph does not."""
     # Other libraries give loggers methods of their own: `warning_once`.
     ignored = {value for name, value in vars(logging.Logger).items() if name in _LEVELS or name.endswith("_once")}
-    noisy = logging.getLogger(_NOISY)
-    before = noisy.level
-    noisy.setLevel(logging.CRITICAL)
     settings = {"ignore_logging_functions": ignored, "automatic_dynamic_shapes": False, "assume_static_by_default": True}
     try:
-        with dynamo.config.patch(settings), warnings.catch_warnings(record=True) as said:
+        with quiet(), dynamo.config.patch(settings), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             captured = dynamo_graph_capture_for_export(module)(*inputs)
     except TorchDynamoException as error:
         raise Refused(_reason(error), _frames(error)) from error
-    finally:
-        noisy.setLevel(before)
     told = " ".join(str(each.message) for each in said if "side effects" in str(each.message))
     told = re.sub(r"\._modules\['(\w+)'\]", r".\1", told)
     effects = {each.lstrip(".") for each in re.findall(r"L\['self'\]((?:\.\w+|\[[^\]]*\])+)", told)}
     return captured, list(captured.graph._codegen.process_inputs(*inputs)), sorted(effects)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch logs of what is told otherwise."""
+    before = {name: logging.getLogger(name).level for name in _NOISY}
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def modules_of(node: fx.Node) -> tuple[int, ...]:

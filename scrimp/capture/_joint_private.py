@@ -20,9 +20,11 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-__all__ = ["FakeTensorMode", "Joint", "describe", "is_backward", "is_view", "sequence_number", "trace_joint"]
+__all__ = ["DATA_DEPENDENT", "FakeTensorMode", "Joint", "describe", "is_backward", "is_view", "sequence_number", "trace_joint"]
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)  # what fakes, which have no data, cannot do
 
 
 @dataclass(frozen=True, kw_only=True)

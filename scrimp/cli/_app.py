@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from scrimp import __version__
+from scrimp.cli import _rules_app
 from scrimp.errors import ScrimpError
 
 COLUMNS = 100  # where no terminal says otherwise
@@ -39,6 +40,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.add_typer(_rules_app.app)
 
 
 def console(*, stderr: bool = False) -> Any:

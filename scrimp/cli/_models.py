@@ -31,9 +31,12 @@ def model_and_batch(name: str, batch: int, seq: int, settings: Sequence[str]) ->
         zoo.config(name, **given)
     except (KeyError, TypeError, ValueError) as error:
         raise ScrimpError(f"{name}: {error}; or give a folder with a config.json, or module:function") from error
-    with torch.device("meta"):
-        model = zoo.build(name, **given)
-    return model, zoo.example_batch(name, batch, **given)
+    try:
+        with torch.device("meta"):
+            model = zoo.build(name, **given)
+        return model, zoo.example_batch(name, batch, **given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ScrimpError(f"{name} cannot be built with {', '.join(settings)}: {error}") from error
 
 
 def _settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -60,8 +63,11 @@ def _hugging_face(folder: Path, batch: int, seq: int, settings: Sequence[str]) -
             raise ScrimpError(f"--set {name}={value}: the config in {folder} has no {name}")
         setattr(config, name, value)
     config.use_cache = False
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError) as error:
+        raise ScrimpError(f"{folder}: no causal language model can be made of it: {str(error).partition(chr(10))[0]}") from error
     tokens = torch.zeros(batch, seq, dtype=torch.int64)
     return model, {"input_ids": tokens, "labels": tokens.clone()}
 
@@ -70,11 +76,15 @@ def _by_function(name: str) -> tuple[nn.Module, Batch]:
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
-        made = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ScrimpError(f"{name}: {error}") from error
     finally:
         sys.path.pop(0)
+    try:
+        made = found()
+    except Exception as error:  # of as many kinds as there are functions
+        raise ScrimpError(f"{name}() failed: {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ScrimpError(f"{name}() must give a model and its batch, and gave {type(made).__name__}")
     return made

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.table import Table
 
 from scrimp.cli._models import model_and_batch
 from scrimp.cluster import Cluster
-from scrimp.errors import ScrimpError
+from scrimp.errors import PlanWarning, ScrimpError
 from scrimp.ledger import format_nbytes
 from scrimp.planner._ways import KEEP, WAYS
 from scrimp.planner.api import limit_of, plan
@@ -28,11 +30,14 @@ def make(
 ) -> None:  # fmt: skip
     made, inputs = model_and_batch(model, batch, seq, settings)
     known = Cluster.load(Path(cluster)) if cluster.endswith(".toml") else Cluster.preset(cluster)
-    with console.status("planning") as status:
+    with console.status("planning") as status, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PlanWarning)
         found = plan(
             made, inputs, known, mesh=mesh, budget=budget, objective=objective, optimizer=optimizer, precision=precision,
             saving=(KEEP,) if keep else WAYS, seconds=seconds, gap=gap, progress=status.update,
         )  # fmt: skip
+    for each in dict.fromkeys(str(warning.message) for warning in told if issubclass(warning.category, UserWarning)):
+        typer.echo(f"warning: {each}", err=True)
     console.print(found.summary(), soft_wrap=True)
     console.print()
     console.print(_choices(found))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from scrimp.cluster._hardware import Hardware
 from scrimp.cluster._link import Link
@@ -114,7 +115,11 @@ def preset(name: str) -> Hardware:
     match = _NAME.fullmatch(name.strip())
     kinds = {kind.lower(): kind for kind in KINDS}
     if match is None or match[2].lower() not in kinds:
-        raise ScrimpError(f"cluster '{name}': write <count>x<kind>, such as 8xH100; kinds are {', '.join(KINDS)}")
+        count, kind = (match[1], match[2]) if match is not None else ("8", name.strip())
+        begin = [each for each in kinds if kind and each.startswith(kind.lower())]
+        near = [f"{count}x{kinds[each]}" for each in begin or get_close_matches(kind.lower(), kinds, 3)]
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ScrimpError(f"cluster '{name}': write <count>x<kind>, such as 8xH100; kinds are {', '.join(KINDS)}{hint}")
     return hardware(kinds[match[2].lower()], int(match[1]))
 
 

@@ -80,20 +80,25 @@ def _highspy(program: Program, whole: bool, seconds: float, gap: float, start: N
     for name, value in options.items():
         highs.setOptionValue(name, value)
     highs.passModel(lp)
-    if whole and start is not None:
-        solution = highspy.HighsSolution()
-        solution.col_value = start
-        highs.setSolution(solution)
     if whole and watch is not None:
         seen = watch
         highs.cbMipImprovingSolution.subscribe(
             lambda event: seen(event.data_out.objective_function_value, event.data_out.mip_dual_bound)
         )
-    highs.run()
-    status, info, found = highs.getModelStatus(), highs.getInfo(), highs.getSolution()
     statuses = highspy.HighsModelStatus
     broken = statuses.kNotset, statuses.kLoadError, statuses.kModelError, statuses.kPresolveError, statuses.kSolveError
-    if status in broken:
+    for presolve in ("choose", "off"):  # where a limit leaves hardly any room, what presolve leaves may be too much for it
+        highs.setOptionValue("presolve", presolve)
+        highs.clearSolver()
+        if whole and start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = start
+            highs.setSolution(solution)
+        highs.run()
+        status, info, found = highs.getModelStatus(), highs.getInfo(), highs.getSolution()
+        if status not in broken:
+            break
+    else:
         size = f"{len(program.cost)} variables and {len(program.rows_lower)} rows"
         raise PlanError(
             f"HiGHS {highs.version()} cannot solve a program of {size}: {highs.modelStatusToString(status)}. Numbers go up to "

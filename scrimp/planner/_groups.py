@@ -9,7 +9,7 @@ is left is few choices a layer: products, norms, attention, additions of two bra
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
 
@@ -23,7 +23,7 @@ Dims = tuple[tuple[int, ...], ...]  # of each dim its atoms, by index in the gro
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """An operator in its group: dims of its tensors in the group's atoms; those that are summed over; what members tell each
-    other inside of it, as (atom, atoms of the tensor that travels, bytes of an element, times)."""
+    other inside of it, as (atom, atoms of the tensor that travels, bytes of an element, times). `ruled`: it has a rule."""
 
     op: int
     inputs: tuple[Dims, ...]
@@ -31,6 +31,7 @@ class Member:
     linear: tuple[frozenset[int], ...]
     sums: frozenset[int]
     talks: tuple[tuple[int, tuple[int, ...], int, int], ...]
+    ruled: bool = True
 
     @property
     def atoms(self) -> frozenset[int]:
@@ -40,12 +41,24 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """`sizes` of its atoms, and which of them `may_split`."""
+    """`sizes` of its atoms, and which of them `may_split`. `ranges`: atoms, major first, of which a device must hold a range,
+    because its operators reckon with where that begins: rows of a table that is looked up, classes of a loss."""
 
     name: str
     members: tuple[Member, ...]
     sizes: tuple[int, ...]
     may_split: tuple[bool, ...]
+    ranges: tuple[tuple[int, ...], ...] = ()
+
+    def keeps_ranges(self, devices: Mapping[int, int]) -> bool:
+        """Whether all that must be a range is one, if atoms are split over so many devices. Of 4 x 8 rows, those with the
+        same place in every eight are none: an atom may be split if the ones before it are split up to the last."""
+        for atoms in self.ranges:
+            split = [atom for atom in atoms if devices.get(atom, 1) > 1]
+            before = atoms[: atoms.index(split[-1])] if split else ()
+            if any(devices.get(atom, 1) != self.sizes[atom] for atom in before):
+                return False
+        return True
 
 
 def groups_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> tuple[Group, ...]:
@@ -56,7 +69,12 @@ def groups_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> tuple[Grou
     for index, leader in enumerate(_leaders(graph, of_op)):
         found.setdefault(leader, []).append(index)
     known: dict[str, list[list[int]]] = {}  # of values so far, the sizes of what their dims are made of
-    return tuple(_group(graph, members, of_op, known) for members in found.values())
+    groups = (_group(graph, members, of_op, known) for members in found.values())
+    return tuple(replace(group, members=tuple(_marked(graph, rules, group))) for group in groups)
+
+
+def _marked(graph: LayerGraph, rules: Mapping[str, Rule | None], group: Group) -> Iterator[Member]:
+    return (replace(member, ruled=rules[graph.ops[member.op].name] is not None) for member in group.members)
 
 
 def kept_whole(op: Op, values: Mapping[str, Value]) -> Rule:
@@ -157,6 +175,9 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
     def numbered(index: int, factors: Sequence[int]) -> tuple[int, ...]:
         return tuple(numbers[atom] for atom in atoms.of(own[index][k] for k in factors))
 
+    ranges = dict.fromkeys(
+        numbered(index, [k]) for index in indices for k, factor in enumerate(rules[index].factors) if factor.ranged
+    )
     members = []
     for index in indices:
         rule = rules[index]
@@ -181,6 +202,7 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
     return Group(
         name=f"{first.where.split(':')[0]}:{first.target.split('.')[1]}",
         members=tuple(members),
+        ranges=tuple(each for each in ranges if len(each) > 1),
         sizes=tuple(atoms.size(atom) for atom in kept),
         may_split=tuple(not atoms.whole(atom) and k not in twice for k, atom in enumerate(kept)),
     )

@@ -27,18 +27,15 @@ Looked = tuple[tuple[tuple[Split, ...], ...], ...]  # ways to split: by class of
 
 
 class Layers:
-    """`models`: of each class of layers, without options. `whole`: operators without a rule."""
+    """`models`: of each class of layers, without options."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.models: list[LayerModel] = []
-        whole: dict[str, None] = {}
         for layer in graph.graphs:
             values = {value.name: value for value in layer.values}
             rules = {op.name: rule_of(op, values) for op in layer.ops}
-            whole |= {op.target: None for op in layer.ops if rules[op.name] is None}
             self.models.append(model_of(layer, rules))
-        self.whole = tuple(whole)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:

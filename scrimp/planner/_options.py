@@ -41,7 +41,7 @@ class Option:
 
 
 def splits(group: Group, mesh: Mesh) -> Iterator[Split]:
-    """All ways to give an atom to each axis: axes that share one must divide it together."""
+    """All ways to give an atom to each axis: axes that share one must divide it together, and what must be a range stays one."""
     choices = [
         [None, *(k for k, size in enumerate(group.sizes) if group.may_split[k] and size % length == 0)] for _, length in mesh.axes
     ]
@@ -50,7 +50,7 @@ def splits(group: Group, mesh: Mesh) -> Iterator[Split]:
         for (_, length), atom in zip(mesh.axes, split, strict=True):
             if atom is not None:
                 lengths[atom] = lengths.get(atom, 1) * length
-        if all(group.sizes[atom] % length == 0 for atom, length in lengths.items()):
+        if all(group.sizes[atom] % length == 0 for atom, length in lengths.items()) and group.keeps_ranges(lengths):
             yield split
 
 

@@ -25,6 +25,27 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptWhole:
+    """An operator without a rule, that every device runs whole, `times` over in a step; `where`: the first of them.
+    `redundant_nbytes`: of what it reads and makes, on a device while it runs, what others have too, at most. `seconds`: by how
+    much a step is longer than if every device did its share, with what is moved to where it runs."""
+
+    target: str
+    where: str
+    times: int
+    redundant_nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        more = f" and {self.times - 1} more" if self.times > 1 else ""
+        return (
+            f"{self.target} ({self.where}{more}) has no rule, so every device runs all of it: while it runs a device has "
+            f"{format_nbytes(self.redundant_nbytes)} that others have too, and a step is {self.seconds * 1e3:.3g} ms longer; "
+            f"`scrimp rules discover {self.target}` may find a rule"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedMemory:
     """Of a device. `where`: the operator that runs at the peak."""
 
@@ -88,7 +109,7 @@ class Plan:
     seconds_gap: float
     layers: tuple[PlannedLayers, ...]
     spent_seconds: float = 0.0
-    whole: tuple[str, ...] = ()  # operators without a rule, that every device runs whole
+    whole: tuple[KeptWhole, ...] = ()
     asked: Any = field(default=None, compare=False, repr=False)  # the problem and its answer, where it was planned just now
 
     def summary(self) -> str:
@@ -103,8 +124,7 @@ class Plan:
             for kind in self.memory.kinds
         ]
         lines += [f"step      {self.seconds:.4g} s", f"gap       {self.gap:.2%} at most; of the seconds {self.seconds_gap:.2%}"]
-        if self.whole:
-            lines.append(f"whole     {', '.join(self.whole)}: there is no rule, so every device runs all of it")
+        lines += [f"whole     {each}" for each in self.whole]
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
@@ -133,7 +153,7 @@ class Plan:
                 peak_nbytes=memory["peak_nbytes"], where=memory["where"], kinds=tuple(Kind(**kind) for kind in memory["kinds"])
             ),
             layers=tuple(_layers(layer) for layer in data.pop("layers")),
-            whole=tuple(data.pop("whole")),
+            whole=tuple(KeptWhole(**each) for each in data.pop("whole")),
             **data,
         )
 

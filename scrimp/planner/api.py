@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,18 +14,20 @@ from torch import nn
 
 from scrimp.capture import Graph, capture
 from scrimp.cluster import Cluster
-from scrimp.errors import FitError, PlanError
+from scrimp.errors import FitError, PlanError, PlanWarning
 from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner._answer import layers_of, memory_of
 from scrimp.planner._assemble import Assembly
-from scrimp.planner._layers import Layers, Narrow, OnMesh
+from scrimp.planner._layers import Layers
 from scrimp.planner._near import Ask, best_on
 from scrimp.planner._plan import Plan
 from scrimp.planner._problem import Problem
+from scrimp.planner._question import batch_that_no_axis_divides, check_question
 from scrimp.planner._solve import MEMORY, Solution
-from scrimp.planner._states import OPTIMIZERS, PRECISIONS, Precision, precision_of
-from scrimp.planner._ways import KEEP, WAYS
+from scrimp.planner._states import Precision, precision_of
+from scrimp.planner._ways import WAYS
+from scrimp.planner._whole import costs_of_whole
 
 Say = Callable[[str], None]
 
@@ -63,13 +66,12 @@ def plan(
 
     `seconds` and `gap`: when the search is good enough. `progress` is told what is being done."""
     start, say = time.perf_counter(), progress or (lambda words: None)
+    check_question(
+        model=model, example_inputs=example_inputs, cluster=cluster, mesh=mesh, objective=objective, optimizer=optimizer,
+        precision=precision, saving=saving, seconds=seconds, gap=gap,
+    )  # fmt: skip
     numbers = precision_of(precision, optimizer)
-    if numbers is None:
-        raise PlanError(
-            f"precision={precision!r}, optimizer={optimizer!r}: there are {', '.join(PRECISIONS)} and {', '.join(OPTIMIZERS)}"
-        )
-    if KEEP not in saving or not {*saving} <= {*WAYS}:
-        raise PlanError(f"saving={saving!r}: there are {', '.join(WAYS)}, and '{KEEP}' must be one of them")
+    assert numbers is not None  # both names are known
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
     meshes = _meshes(cluster, mesh)
     limit = limit_of(cluster, budget)
@@ -98,6 +100,9 @@ def plan(
         assert trouble is not None
         raise trouble
     best = min(found, key=lambda one: _order(one, objective))
+    uneven = batch_that_no_axis_divides(graph, best.mesh)
+    for words in (*map(str, best.whole), *([uneven] if uneven else [])):
+        warnings.warn(words, PlanWarning, stacklevel=2)
     return replace(best, spent_seconds=time.perf_counter() - start)
 
 
@@ -111,14 +116,6 @@ def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
     if isinstance(example_inputs, Mapping):
         return capture(_stand_in(model, dtype), (), {name: cast(item) for name, item in example_inputs.items()})
     return capture(_stand_in(model, dtype), tuple(map(cast, example_inputs)))
-
-
-def assembled(
-    graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, ways: Sequence[str] = WAYS, narrow: Narrow | None = None
-) -> tuple[Assembly, tuple[str, ...]]:
-    """The problem of a mesh, drawn up; and operators without a rule. `narrow`: leaves layers some of their options."""
-    layers = Layers(graph)
-    return OnMesh(layers, cluster, mesh).assembly(precision, ways, narrow=narrow), layers.whole
 
 
 def _planned(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, optimizer: str) -> Plan:
@@ -142,7 +139,7 @@ def _planned(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, optimizer: 
         gap=max(value - best.bound, 0.0) / value,
         seconds_gap=solution.phases[-1].gap,
         layers=tuple(layers_of(assembly, solution)),
-        whole=layers.whole,
+        whole=costs_of_whole(assembly, problem, solution, cluster.on(mesh).compute_seconds),
         asked=Asked(graph=layers.graph, assembly=assembly, problem=problem, solution=solution),
     )
 

@@ -21,11 +21,13 @@ from scrimp.layout import Mesh
 from scrimp.planner._answer import layers_of, memory_of
 from scrimp.planner._assemble import Assembly
 from scrimp.planner._baselines import FULL, SELECTIVE, Baseline
+from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._plan import Plan
 from scrimp.planner._solve import TIME, solve
 from scrimp.planner._states import GRADIENTS, NOTHING, STATES, WEIGHTS, Precision, precision_of
 from scrimp.planner._ways import KEEP, RECOMPUTE
-from scrimp.planner.api import Asked, Say, assembled, captured
+from scrimp.planner._whole import costs_of_whole
+from scrimp.planner.api import Asked, Say, captured
 
 Make = Callable[[Mesh], Baseline]
 
@@ -74,7 +76,8 @@ class Drawn:
 
     def __init__(self, graph: Graph, cluster: Cluster, precision: Precision, optimizer: str) -> None:
         self.graph, self.cluster, self.precision, self.optimizer = graph, cluster, precision, optimizer
-        self._known: dict[tuple[Mesh, Baseline], tuple[Assembly, tuple[str, ...]]] = {}
+        self._layers = Layers(graph)
+        self._known: dict[tuple[Mesh, Baseline], Assembly] = {}
 
     def plan(self, baseline: Baseline, mesh: Mesh, seconds: float = 60.0) -> Plan:
         """`PlanError` if it cannot be made of this model; that it fits is not asked for."""
@@ -82,8 +85,9 @@ class Drawn:
         if alike not in self._known:
             self.cluster.axis_links(mesh)  # says if it is too large
             ways = (KEEP, RECOMPUTE)
-            self._known[alike] = assembled(self.graph, self.cluster, mesh, self.precision, ways, baseline.narrow)
-        assembly, whole = self._known[alike]
+            on = OnMesh(self._layers, self.cluster, mesh)
+            self._known[alike] = on.assembly(self.precision, ways, narrow=baseline.narrow)
+        assembly = self._known[alike]
         problem = baseline.restrict(assembly, assembly.sketch.problem())
         solution = solve(problem, objective=TIME, seconds=seconds, gap=1e-4)
         return Plan(
@@ -98,7 +102,7 @@ class Drawn:
             seconds_gap=solution.phases[-1].gap,
             layers=tuple(layers_of(assembly, solution)),
             spent_seconds=solution.spent_seconds,
-            whole=whole,
+            whole=costs_of_whole(assembly, problem, solution, self.cluster.on(mesh).compute_seconds),
             asked=Asked(graph=self.graph, assembly=assembly, problem=problem, solution=solution),
         )
 

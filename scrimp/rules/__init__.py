@@ -12,18 +12,20 @@ from scrimp.rules._split import Split, Sums, choices, factored_shape, fits, layo
 if TYPE_CHECKING:
     from scrimp.rules._check import check
     from scrimp.rules._discover import discover
-    from scrimp.rules._known import known_targets, rule_of
+    from scrimp.rules._known import known_targets, learn, rule_of
     from scrimp.rules._localize import localize
 
 __all__ = [
     "FREE", "INSIDE", "SUM", "WHOLE", "Dims", "Factor", "Rule", "Split", "Sums", "Talk", "check", "choices", "discover",
-    "factored_shape", "fits", "follow", "known_targets", "layouts", "localize", "may_split", "refine", "rule_of", "simplest",
+    "factored_shape", "fits", "follow", "known_targets", "layouts", "learn", "localize", "may_split", "refine", "rule_of",
+    "simplest",
 ]  # fmt: skip
 
 _WITH_TORCH = {
     "check": "_check",
     "discover": "_discover",
     "known_targets": "_known",
+    "learn": "_known",
     "rule_of": "_known",
     "localize": "_localize",
 }

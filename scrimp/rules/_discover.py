@@ -5,7 +5,7 @@ found."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from math import prod
 
@@ -20,11 +20,13 @@ from scrimp.rules._text import literal
 _MOST_TRIES = 4096  # per size of a dim
 
 Tie = tuple[int | None, ...]  # of each tensor, inputs first, the dim that has the factor
+Tell = Callable[[Tie, str | None], None]
 
 
-def discover(op: Op, values: Mapping[str, Value]) -> str | None:
+def discover(op: Op, values: Mapping[str, Value], tell: Tell | None = None) -> str | None:
     """The text of the widest rule that the check proves, as a line of `DISCOVERED`; None if no dim may be split. Shapes in which
-    different dims have different sizes make it quick and the result plain."""
+    different dims have different sizes make it quick and the result plain. `tell` hears of every factor that is tried: the dims
+    it would be, by tensor, and what it is, "free" or "sum", if it is one."""
     shapes = [values[name].shape for name in op.inputs]
     made = [values[name].shape for name in op.outputs if name is not None]
     if len(made) != len(op.outputs):
@@ -33,8 +35,12 @@ def discover(op: Op, values: Mapping[str, Value]) -> str | None:
     for tie in _ties(shapes + made):
         taken = any(a is not None and a == b for other, _ in found for a, b in zip(tie, other, strict=True))
         kind = None if taken else _proven(op, values, tie, shapes, made)
-        if kind is not None and _go_together(op, values, [*found, (tie, kind)], shapes, made):
+        if kind is not None and not _go_together(op, values, [*found, (tie, kind)], shapes, made):
+            kind = None
+        if kind is not None:
             found.append((tie, kind))
+        if tell is not None and not taken:
+            tell(tie, kind)
     if not found:
         return None
     rule = _rule(found, shapes, made)

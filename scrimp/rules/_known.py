@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Mapping
 
 from scrimp.capture._graph import Op, Value
+from scrimp.errors import ScrimpError
 from scrimp.rules._attention import ATTENTION
 from scrimp.rules._call import bind
 from scrimp.rules._contraction import CONTRACTION
@@ -33,6 +35,17 @@ DISCOVERED: dict[str, str] = {
 
 _RULES: dict[str, RuleOf] = {target: rule for family in FAMILIES for target, rule in family.rules.items()}
 _RULES |= {target: written(text) for target, text in DISCOVERED.items()}
+
+
+def learn(line: str) -> str:
+    """A rule as `discover` writes it, for this process: of an operator of one's own, or until it is in the table. Its target."""
+    try:
+        found = literal_eval("{" + line + "}")
+        ((target, text),) = found.items()
+        _RULES[target] = written(text)
+    except (SyntaxError, ValueError, AttributeError, KeyError) as error:
+        raise ScrimpError(f"{line!r} is no rule as `scrimp rules discover` prints them: {error}") from error
+    return str(target)
 
 
 def rule_of(op: Op, values: Mapping[str, Value]) -> Rule | None:

@@ -12,9 +12,13 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
+    """`kind`: its type in torch's own words: "Tensor", "Optional[Tensor]", "List[int]", "number". `needed`: it has no default."""
+
     name: str
     default: Any
     keyword: bool
+    kind: str = "Tensor"
+    needed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,14 @@ def schema(target: str) -> Schema | None:
     if not isinstance(found, torch._ops.OpOverload):
         return None
     arguments = (
-        Argument(name=each.name, default=each.default_value, keyword=each.kwarg_only) for each in found._schema.arguments
+        Argument(
+            name=each.name,
+            default=each.default_value,
+            keyword=each.kwarg_only,
+            kind=str(each.type),
+            needed=not each.has_default_value(),
+        )
+        for each in found._schema.arguments
     )
     return Schema(
         function=found,
@@ -46,3 +57,9 @@ def schema(target: str) -> Schema | None:
         draws=torch.Tag.nondeterministic_seeded in found.tags,
         writes=found._schema.is_mutable,
     )
+
+
+def all_targets() -> tuple[str, ...]:
+    """Every operator that torch has now, and those of libraries that are loaded: "aten.mm.default"."""
+    names = (name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
+    return tuple(sorted(name if name.count(".") > 1 else f"{name}.default" for name in names))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from typing import TypeAlias
 
 from torch import Tensor, nn
@@ -54,7 +55,9 @@ def names() -> list[str]:
 def config(name: str, **overrides: object) -> Config:
     """The configuration behind a name, with some fields replaced."""
     if name not in _PRESETS:
-        raise ScrimpError(f"the zoo has no model '{name}'; it has {', '.join(names())}")
+        near = get_close_matches(name, names(), 3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ScrimpError(f"the zoo has no model '{name}'; it has {', '.join(names())}{hint}")
     preset = _PRESETS[name]
     known = [field.name for field in fields(preset)]
     unknown = sorted(overrides.keys() - known)

@@ -1,0 +1,195 @@
+"""What `scrimp rules` prints: the operators that have rules, a check of one, and a rule that was found with how sure it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.columns import Columns
+
+from scrimp.capture._graph import Op, Value
+from scrimp.errors import ScrimpError
+from scrimp.rules import discover, known_targets, rule_of
+from scrimp.rules._call import bind
+from scrimp.rules._calls import Example, Shape, example, grown, target_of
+from scrimp.rules._discover import Tie
+from scrimp.rules._prove import Proof, prove, refuses
+from scrimp.rules._rule import Rule
+from scrimp.rules._text import literal, written
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHAPE = re.compile(r"(scalar|[0-9]+(?:x[0-9]+)*)(?::([a-z0-9]+))?")
+_LARGER = 3
+
+
+def show(console: Console) -> None:
+    known = sorted(known_targets())
+    console.print(Columns(known, padding=(0, 2)))
+    console.print(
+        f"\n{len(known)} operators, and all that torch marks as pointwise. What has no rule is kept whole: "
+        "scrimp rules discover OP may find one.",
+        soft_wrap=True,
+    )
+
+
+def check(console: Console, name: str, shapes: str | None, settings: Sequence[str], load: Sequence[str]) -> bool:
+    """Whether all of it is right."""
+    op, values = _asked(name, shapes, settings, load)
+    rule = rule_of(op, values)
+    if rule is None:
+        raise ScrimpError(
+            f"{op.target} has no rule for {_call(op, values)}; scrimp rules discover {op.target} may find one, scrimp rules "
+            "lists those that have"
+        )
+    console.print(_call(op, values), soft_wrap=True)
+    console.print(_factors(rule), soft_wrap=True)
+    try:
+        proof = prove(op, values, rule)
+    except Exception as error:  # of as many kinds as there are operators: the whole does not run
+        raise ScrimpError(f"{op.target} cannot be tried on random numbers: {str(error).partition(chr(10))[0]}") from error
+    for fault in proof.faults:
+        console.print(f"wrong: {fault}", style="red", soft_wrap=True)
+    console.print(f"{'wrong' if proof.faults else 'right'} {_surety(proof)}", soft_wrap=True)
+    return not proof.faults
+
+
+def find(console: Console, name: str, shapes: str | None, settings: Sequence[str], load: Sequence[str]) -> bool:
+    """Whether there is a rule."""
+    op, values = _asked(name, shapes, settings, load)
+    _can_be_tried(op, values)
+    tried: list[tuple[Tie, str | None]] = []
+    console.print(_call(op, values), soft_wrap=True)
+    line = discover(op, values, lambda tie, kind: tried.append((tie, kind)))
+    for tie, kind in tried:
+        if kind is not None:
+            console.print(f"  {_tied(op, values, tie)}: {_KINDS[kind]}", soft_wrap=True)
+    console.print(f"tried {len(tried)} ways to take dims of one size for one factor", soft_wrap=True)
+    if line is None:
+        console.print(
+            "no dim may be split: results that are put side by side or added up are not the whole's. Sizes that more "
+            "devices divide, or other literals, may do better (--shapes, --set)",
+            soft_wrap=True,
+        )
+        return False
+    for words in _how_sure((op, values), line):
+        console.print(words, soft_wrap=True)
+    if rule_of(op, values) is not None:
+        console.print("it has a rule already, which is the one that plans take", soft_wrap=True)
+    console.print(f"\n{line}", soft_wrap=True)
+    return True
+
+
+_KINDS = {"free": "may be split", "sum": "may be split, and leaves parts of a sum"}
+
+
+def _how_sure(made: Example, line: str) -> list[str]:
+    """The rule as it would be read from the table, in every way, at the sizes it was found with and at larger ones."""
+    ((_, text),) = ast.literal_eval("{" + line + "}").items()
+    said = []
+    larger = grown(made, _LARGER)
+    for words, each in (("these sizes", made), (f"sizes {_LARGER} times larger", larger)):
+        if each is None:
+            said.append(f"{words}: not tried, the operator does not take them with these literals")
+            continue
+        call = bind(*each)
+        rule = None if call is None else written(text)(call)
+        if rule is None:
+            said.append(f"{words}: the rule is not for them")
+            continue
+        proof = prove(*each, rule, seeds=(0, 1, 2))
+        said.append(f"{words}: {'wrong' if proof.faults else 'right'} {_surety(proof)}")
+        said += [f"  {fault}" for fault in proof.faults[:3]]
+    return said
+
+
+def _surety(proof: Proof) -> str:
+    meshes = " ".join(proof.meshes) or "-"
+    return f"in {proof.ways} ways to split it, with {proof.seeds} draws of numbers each, on the meshes {meshes}"
+
+
+def _asked(name: str, shapes: str | None, settings: Sequence[str], load: Sequence[str]) -> Example:
+    for module in load:
+        sys.path.insert(0, "")
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ScrimpError(f"--load {module}: {error}") from error
+        finally:
+            sys.path.remove("")
+    return example(target_of(name), _shapes(shapes), _literals(settings))
+
+
+def _shapes(text: str | None) -> list[Shape]:
+    found: list[Shape] = []
+    for part in (text or "").split(",") if text else []:
+        match = _SHAPE.fullmatch(part.strip())
+        if match is None:
+            raise ScrimpError(f"--shapes {text}: '{part}' is no shape; write 4x6,6x8, with a dtype 4x3:int64, or scalar")
+        sizes = () if match[1] == "scalar" else tuple(map(int, match[1].split("x")))
+        found.append((sizes, _dtype(match[2], text or "")))
+    return found
+
+
+def _dtype(name: str | None, text: str) -> str:
+    import torch
+
+    if name is not None and not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ScrimpError(f"--shapes {text}: torch has no dtype '{name}'")
+    return name or ""
+
+
+def _literals(settings: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ScrimpError(f"--set {text}: write it as name=value, such as dim=1")
+        try:
+            read = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            read = value
+        found[name] = tuple(read) if isinstance(read, list) else read
+    return found
+
+
+def _can_be_tried(op: Op, values: dict[str, Value]) -> None:
+    """It must run on random numbers, and give the same again."""
+    trouble = refuses(op, values)
+    if trouble is not None:
+        raise ScrimpError(f"{op.target} cannot be tried on random numbers: {trouble}")
+
+
+def _call(op: Op, values: dict[str, Value]) -> str:
+    """ "aten.mm.default(4x6, 6x10) -> 4x10"."""
+    call = bind(op)
+    assert call is not None
+    literals = [f"{name}={literal(each)}" for name, each in call.arguments.items() if _is_literal(each)]
+    before, after = ([_size(values[name]) for name in names if name is not None] for names in (op.inputs, op.outputs))
+    return f"{op.target}({', '.join([*before, *literals])}) -> {', '.join(after)}"
+
+
+def _is_literal(argument: Any) -> bool:
+    return isinstance(argument, (int, float, str)) or (isinstance(argument, tuple) and all(map(_is_literal, argument)))
+
+
+def _size(value: Value) -> str:
+    sizes = "x".join(map(str, value.shape)) or "scalar"
+    return sizes if value.dtype.startswith(("float", "bfloat")) else f"{sizes}:{value.dtype}"
+
+
+def _tied(op: Op, values: dict[str, Value], tie: Tie) -> str:
+    names = [f"input {k}" for k in range(len(op.inputs))] + [f"output {k}" for k in range(len(op.outputs))]
+    held = [*op.inputs, *(name for name in op.outputs if name is not None)]
+    dims = [f"dim {at} of {name}" for name, at in zip(names, tie, strict=True) if at is not None]
+    size = next(values[name].shape[at] for name, at in zip(held, tie, strict=True) if at is not None)
+    return f"{', '.join(dims)} (size {size})"
+
+
+def _factors(rule: Rule) -> str:
+    return "factors " + ", ".join(f"{each.size} {each.kind}{', as a range' if each.ranged else ''}" for each in rule.factors)
