@@ -6,6 +6,8 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from scrimp.planner._layer import LayerModel, model_of
 from scrimp.planner._moves import Moves
 from scrimp.planner._plan import Plan
 from scrimp.planner._problem import Problem
+from scrimp.planner._progress import in_words
 from scrimp.planner._solve import MEMORY, Solution, solve
 from scrimp.planner._stack import parts_of
 from scrimp.planner._states import OPTIMIZERS, PRECISIONS, Precision, precision_of
@@ -40,6 +43,8 @@ class Asked:
     assembly: Assembly
     problem: Problem
     solution: Solution
+    searched: bool = False  # the mesh was not given
+    again: Callable[..., Plan] | None = None  # the same model with other settings: `plan_graph` but for what is changed
 
 
 def plan(
@@ -64,7 +69,7 @@ def plan(
 
     `saving`: what may become of what the forward saves for the backward: "keep", "recompute", "offload".
 
-    `seconds` and `gap`: when the search is good enough. `progress` is told what is being done."""
+    `seconds` and `gap`: when the search is good enough. `progress` is told what is being done, and how far the search is."""
     start, say = time.perf_counter(), progress or (lambda words: None)
     numbers = precision_of(precision, optimizer)
     if numbers is None:
@@ -74,24 +79,42 @@ def plan(
     if KEEP not in saving or not {*saving} <= {*WAYS}:
         raise PlanError(f"saving={saving!r}: there are {', '.join(WAYS)}, and '{KEEP}' must be one of them")
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    meshes = _meshes(cluster, mesh)
-    limit = _limit(cluster, budget)
+    _meshes(cluster, mesh), _limit(cluster, budget)  # say what is wrong before anything takes long
     say("capturing the model")
     graph = captured(model, example_inputs, numbers)
-    found: list[tuple[Plan, Solution]] = []
-    trouble: FitError | None = None
+    made = plan_graph(
+        graph, cluster, numbers, optimizer, mesh=mesh, budget=budget, objective=objective, saving=saving,
+        seconds=seconds - (time.perf_counter() - start), gap=gap, progress=progress,
+    )  # fmt: skip
+    return replace(made, spent_seconds=time.perf_counter() - start)
+
+
+def plan_graph(
+    graph: Graph, cluster: Cluster, precision: Precision, optimizer: str, *, mesh: Mesh | str | None, budget: int | str | None,
+    objective: str, saving: Sequence[str], seconds: float, gap: float, progress: Say | None = None,
+) -> Plan:  # fmt: skip
+    """Of what has been captured."""
+    start, say = time.perf_counter(), progress or (lambda words: None)
+    meshes, limit = _meshes(cluster, mesh), _limit(cluster, budget)
+    found: list[Plan] = []
+    troubles: list[FitError] = []
     for k, each in enumerate(meshes):
-        left = (seconds - (time.perf_counter() - start)) / (len(meshes) - k)
+        left = max(5.0, (seconds - (time.perf_counter() - start)) / (len(meshes) - k))
         say(f"planning on the mesh {each}")
         try:
-            found.append(_planned(graph, cluster, each, numbers, optimizer, objective, limit, max(5.0, left), gap, saving))
+            found.append(_planned(graph, cluster, each, precision, optimizer, objective, limit, left, gap, saving, say)[0])
         except FitError as error:
-            trouble = error
+            few = f", the nearest of {len(meshes)}" if len(meshes) > 1 else ""
+            troubles.append(FitError(f"on the mesh {each}{few}: {error}", least_nbytes=error.least_nbytes))
     if not found:
-        assert trouble is not None
-        raise trouble
-    best = min((one for one, _ in found), key=lambda one: _order(one, objective))
-    return replace(best, spent_seconds=time.perf_counter() - start)
+        raise min(troubles, key=lambda error: error.least_nbytes or inf)
+    best = min(found, key=lambda one: _order(one, objective))
+    settings: dict[str, Any] = {
+        "cluster": cluster, "precision": precision, "optimizer": optimizer, "mesh": mesh, "budget": budget,
+        "objective": objective, "saving": saving, "seconds": seconds, "gap": gap,
+    }  # fmt: skip
+    asked = replace(best.asked, searched=mesh is None, again=partial(plan_graph, graph, **settings))
+    return replace(best, spent_seconds=time.perf_counter() - start, asked=asked)
 
 
 def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], precision: Precision) -> Graph:
@@ -127,11 +150,12 @@ def assembled(
 
 def _planned(
     graph: Graph, cluster: Cluster, mesh: Mesh, precision: Precision, optimizer: str, objective: str, limit: int, seconds: float,
-    gap: float, saving: Sequence[str],
+    gap: float, saving: Sequence[str], say: Say = lambda words: None,
 ) -> tuple[Plan, Solution]:  # fmt: skip
     assembly, whole = assembled(graph, cluster, mesh, precision, saving)
     problem = assembly.sketch.problem(limit)
-    solution = solve(problem, objective=objective, seconds=seconds, gap=gap)
+    progress = in_words(say, f"on the mesh {mesh}: ")
+    solution = solve(problem, objective=objective, seconds=seconds, gap=gap, progress=progress)
     if solution.peak_nbytes > limit:
         raise FitError(
             f"the least memory of any plan on the mesh {mesh} is {format_nbytes(solution.peak_nbytes)} a device, and the budget "

@@ -1,0 +1,245 @@
+"""Why a weight or an operator is as it is: what was chosen, what would be chosen next and what that costs.
+
+Each answer is found by asking once more, for the same objective and within the same limit, with what was chosen forbidden:
+
+    split      the group must be split in another way
+    saved      something else must become of what it saves for the backward
+    at rest    its weights must be in another place, while they are used or at rest
+
+All else may change with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scrimp.errors import FitError, PlanError
+from scrimp.ledger import format_nbytes
+from scrimp.planner._answer import level_of, option_of, planned_op, planned_weight
+from scrimp.planner._assemble import Assembly
+from scrimp.planner._find import Where, find, path_of
+from scrimp.planner._next_best import Forbidden, held_at, next_best
+from scrimp.planner._plan import Plan, PlannedOp, PlannedWeight
+from scrimp.planner._states import levels
+
+SPLIT, SAVED, AT_REST = "split", "saved", "at rest"
+GAP = 1e-3  # how near to the best the next best is looked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextBest:
+    """`peak_nbytes` and `seconds`: more than the plan's, or less. `others`: how many other choices change with it. `gap`: by how
+    much at most a better one was missed, as a part of the whole plan's peak (or of what was to be least)."""
+
+    chosen: tuple[str, ...]
+    peak_nbytes: int
+    seconds: float
+    others: int
+    gap: float
+
+    def __str__(self) -> str:
+        changes = f", and {self.others} other choice{'s' if self.others > 1 else ''} change" if self.others else ""
+        return f"{'; '.join(self.chosen)}: {_more_nbytes(self.peak_nbytes)}, {_more_seconds(self.seconds)}{changes}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """`what`: "split", "saved" or "at rest". `next_best`: if there is one; else `why_none`."""
+
+    what: str
+    chosen: tuple[str, ...]
+    next_best: NextBest | None
+    why_none: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupExplained:
+    """Operators that are split alike. `layers`: those that choose together. `held`: bytes at the peak by kind, of all of them;
+    `copies_nbytes`: of what is moved between them and others, then."""
+
+    name: str
+    layers: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    held: tuple[tuple[str, int], ...]
+    copies_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """`seconds_per_byte`: what a byte more would save, all other things being free to change."""
+
+    name: str
+    mesh: str
+    where: str
+    peak_nbytes: int
+    seconds_per_byte: float
+    groups: tuple[GroupExplained, ...]
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        lines = [f"{self.name}, on the mesh {self.mesh}"]
+        for group in self.groups:
+            lines += ["", f"{group.name}", f"  layers     {_span(group.layers)}"]
+            for choice in group.choices:
+                lines += [f"  {choice.what if k == 0 else '':<10} {words}" for k, words in enumerate(choice.chosen)]
+                lines.append(f"    or else  {choice.next_best or choice.why_none}")
+            held = [f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in group.held]
+            held += [f"copies from and to others {format_nbytes(group.copies_nbytes)}"] if group.copies_nbytes else []
+            lines.append(f"  at peak    {', '.join(held) or 'nothing'}")
+        price = self.seconds_per_byte * (1 << 30)
+        saves = f"saves {_seconds(price)}" if price else "saves no time"
+        lines += ["", f"The peak is {format_nbytes(self.peak_nbytes)}, at {self.where}. There a GiB more {saves}, at this rate."]
+        return "\n".join(lines)
+
+
+def explain(plan: Plan, name: str, *, seconds: float) -> Explanation:
+    if plan.asked is None:
+        raise PlanError("this plan was loaded, and what it was made from is not in the file: plan again to have it explained")
+    assembly, solution = plan.asked.assembly, plan.asked.solution
+    found = find(assembly, name)
+    end = time.monotonic() + seconds
+    asking = [(where, what) for where in found for what in _questions(assembly, where)]
+    answers: dict[Where, list[Choice]] = {where: [] for where in found}
+    for k, (where, what) in enumerate(asking):
+        left = end - time.monotonic()
+        answers[where].append(_choice(plan, where, what, left / (len(asking) - k)))
+    return Explanation(
+        name=name,
+        mesh=str(plan.mesh),
+        where=plan.memory.where,
+        peak_nbytes=solution.peak_nbytes,
+        seconds_per_byte=solution.seconds_per_byte,
+        groups=tuple(_group(plan, where, tuple(choices)) for where, choices in answers.items()),
+    )
+
+
+def _questions(assembly: Assembly, where: Where) -> list[str]:
+    several = len(assembly.ways[where].names) > 1
+    return [SPLIT, *([SAVED] if several else []), *([AT_REST] if where in assembly.rest else [])]
+
+
+def _group(plan: Plan, where: Where, choices: tuple[Choice, ...]) -> GroupExplained:
+    assembly, solution, problem = plan.asked.assembly, plan.asked.solution, plan.asked.problem
+    k, g = where
+    part = assembly.parts[k]
+    nodes = [assembly.nodes[where], *([assembly.rest[where]] if where in assembly.rest else [])]
+    own, copies = held_at(problem, solution.choice, solution.point, nodes)
+    ops = [part.model.graph.ops[member.op] for member in part.model.groups[g].members]
+    modules = dict.fromkeys(path_of(assembly.graph, part.first, op) for op in ops if not op.backward)
+    targets = dict.fromkeys(_short(op.target) for op in ops if not op.backward)
+    return GroupExplained(
+        name=f"{', '.join(modules) or 'the model'}: {', '.join(targets)}",
+        layers=tuple(assembly.graph.layers[index].path or "the model" for index in range(part.first, part.last + 1)),
+        choices=choices,
+        held=tuple(own.items()),
+        copies_nbytes=copies,
+    )
+
+
+def _choice(plan: Plan, where: Where, what: str, seconds: float) -> Choice:
+    asked, choice = plan.asked, plan.asked.solution.choice
+    chosen = _words(asked.assembly, where, what, choice)
+    if seconds <= 0:
+        return Choice(what=what, chosen=chosen, next_best=None, why_none="not looked for: the time was up")
+    forbidden = _forbidden(asked.assembly, where, what, choice)
+    try:
+        other = next_best(asked.problem, choice, forbidden, objective=plan.objective, seconds=seconds, gap=GAP)
+    except FitError as error:
+        more = f": that takes {format_nbytes(error.least_nbytes)}" if error.least_nbytes is not None else ""
+        limit = format_nbytes(asked.problem.limit_nbytes or 0)
+        return Choice(what=what, chosen=chosen, next_best=None, why_none=f"nothing else fits within {limit}{more}")
+    if other is None:
+        return Choice(what=what, chosen=chosen, next_best=None, why_none="nothing: there is no other way")
+    nodes = {*forbidden.nodes}
+    best = NextBest(
+        chosen=_words(asked.assembly, where, what, other.choice),
+        peak_nbytes=other.peak_nbytes - asked.solution.peak_nbytes,
+        seconds=other.seconds - asked.solution.seconds,
+        others=sum(a != b for k, (a, b) in enumerate(zip(choice, other.choice, strict=True)) if k not in nodes),
+        gap=other.gap,
+    )
+    return Choice(what=what, chosen=chosen, next_best=best)
+
+
+def _forbidden(assembly: Assembly, where: Where, what: str, choice: Sequence[int]) -> Forbidden:
+    """All that comes to the same as what was chosen."""
+    node, ways = assembly.nodes[where], assembly.ways[where]
+    options = range(len(assembly.parts[where[0]].model.options[where[1]]) * len(ways.names))
+    if what == SPLIT:
+        return Forbidden(options={node: {p for p in options if ways.split_of(p) == ways.split_of(choice[node])}}, pairs={})
+    if what == SAVED:
+        return Forbidden(options={node: {p for p in options if ways.way_of(p) == ways.way_of(choice[node])}}, pairs={})
+    rest = assembly.rest[where]
+    now = _weights(assembly, where, choice)
+    tried = list(choice)
+    pairs = set()
+    for p in options:
+        for q in range(len(levels(assembly.moves.mesh, assembly.precision))):
+            tried[node], tried[rest] = p, q
+            if _weights(assembly, where, tried) == now:
+                pairs.add((p, q))
+    return Forbidden(options={}, pairs={(node, rest): pairs})
+
+
+def _words(assembly: Assembly, where: Where, what: str, choice: Sequence[int]) -> tuple[str, ...]:
+    option, way = option_of(assembly, *where, choice)
+    if what == SAVED:
+        return (way,)
+    if what == AT_REST:
+        return tuple(_weight_words(weight) for weight in _weights(assembly, where, choice))
+    model = assembly.parts[where[0]].model
+    ops = [model.graph.ops[member.op] for member in model.groups[where[1]].members]
+    heaviest = max(ops, key=lambda op: (not op.backward, op.flops))
+    return (_op_words(planned_op(heaviest, option, way)),)
+
+
+def _weights(assembly: Assembly, where: Where, choice: Sequence[int]) -> tuple[PlannedWeight, ...]:
+    """Those that the group has at rest."""
+    model = assembly.parts[where[0]].model
+    named = dict(assembly.graph.layers[assembly.parts[where[0]].first].parameters)
+    option, _ = option_of(assembly, *where, choice)
+    level = level_of(assembly, *where, choice)
+    return tuple(
+        planned_weight(named[name], option.needed[name], assembly.moves.mesh, level)
+        for name in model.weights
+        if model.uses[name][0].group == where[1] and assembly.owners[named[name]] == (where[0], name)
+    )
+
+
+def _op_words(op: PlannedOp) -> str:
+    return f"{_short(op.target)} {' '.join(op.inputs)} -> {' '.join(layout or 'unused' for layout in op.outputs)}"
+
+
+def _weight_words(weight: PlannedWeight) -> str:
+    shared = (("weight", weight.weight_axes), ("gradient", weight.gradient_axes), ("states", weight.state_axes))
+    at_rest = ", ".join(f"{what} {'over ' + '*'.join(axes) if axes else 'as it is used'}" for what, axes in shared)
+    return f"{weight.name} {weight.layout} in use; {at_rest}"
+
+
+def _short(target: str) -> str:
+    return target.removeprefix("aten.").partition(".")[0]
+
+
+def _span(layers: Sequence[str]) -> str:
+    if len(layers) <= 3:
+        return ", ".join(layers)
+    return f"{layers[0]}, {layers[1]}, ..., {layers[-1]}: {len(layers)} that choose together"
+
+
+def _more_nbytes(nbytes: int) -> str:
+    return f"{format_nbytes(abs(nbytes))} {'more' if nbytes > 0 else 'less'} at the peak" if nbytes else "the same peak"
+
+
+def _more_seconds(seconds: float) -> str:
+    return f"{_seconds(abs(seconds))} {'more' if seconds > 0 else 'less'} a step" if seconds else "the same time"
+
+
+def _seconds(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.2g} s"
