@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from scrimp.cluster import Cluster
 from scrimp.ledger import format_nbytes
-from scrimp.planner._plan import Plan, PlannedLayers, PlannedOp, PlannedWeight
+from scrimp.planner._plan import Plan, PlannedLayers, PlannedOp
 
 FIGURE, WEIGHT, SAVED, LAYOUT = "figure", "weight", "saved", "layout"
 
@@ -145,7 +145,7 @@ def _at(plan: Plan, layer: int) -> PlannedLayers:
 def _rows(a: PlannedLayers, b: PlannedLayers) -> Iterator[Row]:
     weights = [{weight.name.removeprefix(f"{layers.path}."): weight for weight in layers.weights} for layers in (a, b)]
     for name in dict.fromkeys([*weights[0], *weights[1]]):
-        texts = [_weight(each[name]) if name in each else "" for each in weights]
+        texts = [str(each[name]) if name in each else "" for each in weights]
         if texts[0] != texts[1]:
             yield Row(kind=WEIGHT, what=name, one=texts[0], other=texts[1])
     ops = [{op.name: op for op in layers.ops} for layers in (a, b)]
@@ -156,15 +156,6 @@ def _rows(a: PlannedLayers, b: PlannedLayers) -> Iterator[Row]:
             texts = ["" if op is None else of(op) for op in pair]
             if texts[0] != texts[1]:
                 yield Row(kind=kind, what=what, one=texts[0], other=texts[1])
-
-
-def _weight(weight: PlannedWeight) -> str:
-    shared = [
-        f"{what} over {'*'.join(axes)}"
-        for what, axes in (("weight", weight.weight_axes), ("gradient", weight.gradient_axes), ("states", weight.state_axes))
-        if axes
-    ]
-    return ", ".join([weight.layout, *shared])
 
 
 def _saved(op: PlannedOp) -> str:

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scrimp.errors import FitError, PlanError
 from scrimp.ledger import format_nbytes
 from scrimp.planner._answer import level_of, option_of, planned_op, planned_weight
 from scrimp.planner._assemble import Assembly
-from scrimp.planner._find import Where, find, path_of
+from scrimp.planner._find import Where, find, main_op, ops_of, path_of
 from scrimp.planner._next_best import Forbidden, held_at, next_best
 from scrimp.planner._plan import Plan, PlannedOp, PlannedWeight
+from scrimp.planner._solve import TIME, solve
 from scrimp.planner._states import levels
 
 SPLIT, SAVED, AT_REST = "split", "saved", "at rest"
 GAP = 1e-3  # how near to the best the next best is looked for
+MORE = 0.01  # of the peak, over which a byte's price is taken where the linear program says nothing
+
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +43,16 @@ class NextBest:
     others: int
     gap: float
 
+    @property
+    def is_better(self) -> bool:
+        """Than what was chosen, which is the best only up to the plan's gap."""
+        return self.peak_nbytes <= 0 and self.seconds <= 0 and (self.peak_nbytes, self.seconds) != (0, 0)
+
     def __str__(self) -> str:
-        changes = f", and {self.others} other choice{'s' if self.others > 1 else ''} change" if self.others else ""
-        return f"{'; '.join(self.chosen)}: {_more_nbytes(self.peak_nbytes)}, {_more_seconds(self.seconds)}{changes}"
+        changes = f"; {self.others} other choice{'s' if self.others > 1 else ''} change{'' if self.others > 1 else 's'}"
+        better = "; better, as the plan is the best only up to its gap" if self.is_better else ""
+        price = f"{_more_nbytes(self.peak_nbytes)}, {_more_seconds(self.seconds)}"
+        return f"{'; '.join(self.chosen)}: {price}{changes if self.others else ''}{better}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +79,15 @@ class GroupExplained:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """`seconds_per_byte`: what a byte more would save, all other things being free to change."""
+    """`seconds_per_byte`: what a byte more would save: by the linear program; or, where that says nothing since there is no plan
+    with less, by the least seconds with `over_nbytes` more."""
 
     name: str
     mesh: str
     where: str
     peak_nbytes: int
     seconds_per_byte: float
+    over_nbytes: int
     groups: tuple[GroupExplained, ...]
 
     def __str__(self) -> str:
@@ -90,9 +103,10 @@ class Explanation:
             held = [f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in group.held]
             held += [f"copies from and to others {format_nbytes(group.copies_nbytes)}"] if group.copies_nbytes else []
             lines.append(f"  at peak    {', '.join(held) or 'nothing'}")
-        price = self.seconds_per_byte * (1 << 30)
-        saves = f"saves {_seconds(price)}" if price else "saves no time"
-        lines += ["", f"The peak is {format_nbytes(self.peak_nbytes)}, at {self.where}. There a GiB more {saves}, at this rate."]
+        unit, size = next(((unit, size) for unit, size in _UNITS if self.peak_nbytes >= size), _UNITS[-1])
+        rate = f" a {unit} (over the next {format_nbytes(self.over_nbytes)})" if self.over_nbytes else f" a {unit}"
+        saves = f"saves {_seconds(self.seconds_per_byte * size)} a step{rate}" if self.seconds_per_byte else "saves no time"
+        lines += ["", f"The peak is {format_nbytes(self.peak_nbytes)}, at {self.where}. More memory {saves}."]
         return "\n".join(lines)
 
 
@@ -103,6 +117,7 @@ def explain(plan: Plan, name: str, *, seconds: float) -> Explanation:
     found = find(assembly, name)
     end = time.monotonic() + seconds
     asking = [(where, what) for where in found for what in _questions(assembly, where)]
+    price, over = _price(plan, seconds / (len(asking) + 1))
     answers: dict[Where, list[Choice]] = {where: [] for where in found}
     for k, (where, what) in enumerate(asking):
         left = end - time.monotonic()
@@ -112,9 +127,22 @@ def explain(plan: Plan, name: str, *, seconds: float) -> Explanation:
         mesh=str(plan.mesh),
         where=plan.memory.where,
         peak_nbytes=solution.peak_nbytes,
-        seconds_per_byte=solution.seconds_per_byte,
+        seconds_per_byte=price,
+        over_nbytes=over,
         groups=tuple(_group(plan, where, tuple(choices)) for where, choices in answers.items()),
     )
+
+
+def _price(plan: Plan, seconds: float) -> tuple[float, int]:
+    """Of a byte, and over how many more it was taken. A plan of the least memory has none by the linear program: with fewer bytes
+    nothing can be chosen, so a byte is worth any time."""
+    asked = plan.asked
+    if asked.solution.seconds_per_byte or plan.objective == TIME:
+        return asked.solution.seconds_per_byte, 0
+    over = max(int(MORE * asked.solution.peak_nbytes), 1)
+    problem = replace(asked.problem, limit_nbytes=asked.solution.peak_nbytes + over)
+    faster = solve(problem, objective=TIME, seconds=seconds, gap=GAP, warm=asked.solution.choice)
+    return (asked.solution.seconds - faster.seconds) / over, over
 
 
 def _questions(assembly: Assembly, where: Where) -> list[str]:
@@ -124,15 +152,12 @@ def _questions(assembly: Assembly, where: Where) -> list[str]:
 
 def _group(plan: Plan, where: Where, choices: tuple[Choice, ...]) -> GroupExplained:
     assembly, solution, problem = plan.asked.assembly, plan.asked.solution, plan.asked.problem
-    k, g = where
-    part = assembly.parts[k]
+    part = assembly.parts[where[0]]
     nodes = [assembly.nodes[where], *([assembly.rest[where]] if where in assembly.rest else [])]
     own, copies = held_at(problem, solution.choice, solution.point, nodes)
-    ops = [part.model.graph.ops[member.op] for member in part.model.groups[g].members]
-    modules = dict.fromkeys(path_of(assembly.graph, part.first, op) for op in ops if not op.backward)
-    targets = dict.fromkeys(_short(op.target) for op in ops if not op.backward)
+    targets = dict.fromkeys(_short(op.target) for op in ops_of(assembly, where))
     return GroupExplained(
-        name=f"{', '.join(modules) or 'the model'}: {', '.join(targets)}",
+        name=f"{path_of(assembly.graph, part.first, main_op(assembly, where)) or 'the model'}: {', '.join(targets)}",
         layers=tuple(assembly.graph.layers[index].path or "the model" for index in range(part.first, part.last + 1)),
         choices=choices,
         held=tuple(own.items()),
@@ -190,11 +215,13 @@ def _words(assembly: Assembly, where: Where, what: str, choice: Sequence[int]) -
     if what == SAVED:
         return (way,)
     if what == AT_REST:
-        return tuple(_weight_words(weight) for weight in _weights(assembly, where, choice))
-    model = assembly.parts[where[0]].model
-    ops = [model.graph.ops[member.op] for member in model.groups[where[1]].members]
-    heaviest = max(ops, key=lambda op: (not op.backward, op.flops))
-    return (_op_words(planned_op(heaviest, option, way)),)
+        return tuple(f"{weight.name} {weight}" for weight in _weights(assembly, where, choice))
+    sizes = assembly.parts[where[0]].model.groups[where[1]].sizes
+    cuts = [
+        f"{axis} cuts {'nothing' if atom is None else sizes[atom]}"
+        for axis, atom in zip(assembly.moves.mesh.names, option.split, strict=True)
+    ]
+    return (f"{_op_words(planned_op(main_op(assembly, where), option, way))} ({', '.join(cuts)})",)
 
 
 def _weights(assembly: Assembly, where: Where, choice: Sequence[int]) -> tuple[PlannedWeight, ...]:
@@ -214,20 +241,13 @@ def _op_words(op: PlannedOp) -> str:
     return f"{_short(op.target)} {' '.join(op.inputs)} -> {' '.join(layout or 'unused' for layout in op.outputs)}"
 
 
-def _weight_words(weight: PlannedWeight) -> str:
-    shared = (("weight", weight.weight_axes), ("gradient", weight.gradient_axes), ("states", weight.state_axes))
-    at_rest = ", ".join(f"{what} {'over ' + '*'.join(axes) if axes else 'as it is used'}" for what, axes in shared)
-    return f"{weight.name} {weight.layout} in use; {at_rest}"
-
-
 def _short(target: str) -> str:
     return target.removeprefix("aten.").partition(".")[0]
 
 
 def _span(layers: Sequence[str]) -> str:
-    if len(layers) <= 3:
-        return ", ".join(layers)
-    return f"{layers[0]}, {layers[1]}, ..., {layers[-1]}: {len(layers)} that choose together"
+    few = layers if len(layers) <= 3 else (*layers[:2], "...", layers[-1])
+    return f"{', '.join(few)}{f': {len(layers)} that choose together' if len(layers) > 1 else ''}"
 
 
 def _more_nbytes(nbytes: int) -> str:

@@ -25,22 +25,35 @@ def find(assembly: Assembly, name: str) -> tuple[Where, ...]:
 
 
 def known_names(assembly: Assembly) -> dict[str, dict[Where, None]]:
-    """Of each weight the group that has it at rest; of each module, up to the layer's own, those of its operators."""
+    """Of each weight the group that has it at rest; of each module, up to the layer's own, those that have their main operator
+    in it, or, if there are none, any operator."""
     found: dict[str, dict[Where, None]] = {}
+    follow: dict[str, dict[Where, None]] = {}
     weights: dict[str, Where] = {}
     for index, layer in enumerate(assembly.graph.layers):
         k = assembly.part_of[index]
         model = assembly.parts[k].model
-        for g, group in enumerate(model.groups):
-            for member in group.members:
-                for name in _modules(assembly.graph, index, model.graph.ops[member.op]):
-                    found.setdefault(name, {})[k, g] = None
+        for g in range(len(model.groups)):
+            main, ops = main_op(assembly, (k, g)), ops_of(assembly, (k, g))
+            for op in ops:
+                for name in _modules(assembly.graph, index, op):
+                    (found if op is main else follow).setdefault(name, {})[k, g] = None
         for name, full in layer.parameters:
             if name in model.weights:
                 weights.setdefault(full, (k, model.uses[name][0].group))  # one that is tied is where it is used first
-    return {name: dict(sorted(groups.items())) for name, groups in found.items()} | {
-        name: {where: None} for name, where in weights.items()
-    }
+    return {**follow, **found, **{name: {where: None} for name, where in weights.items()}}
+
+
+def ops_of(assembly: Assembly, where: Where) -> list[Op]:
+    """Of a group, those of the forward if it has any."""
+    model = assembly.parts[where[0]].model
+    ops = [model.graph.ops[member.op] for member in model.groups[where[1]].members]
+    return [op for op in ops if not op.backward] or ops
+
+
+def main_op(assembly: Assembly, where: Where) -> Op:
+    """The one with the most work."""
+    return max(ops_of(assembly, where), key=lambda op: op.flops)
 
 
 def path_of(graph: Graph, layer: int, op: Op) -> str:

@@ -65,6 +65,13 @@ class PlannedWeight:
     gradient_axes: tuple[str, ...]
     state_axes: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Its layout in use, and what is shared out beyond that."""
+        axes = {"weight": self.weight_axes, "gradient": self.gradient_axes, "states": self.state_axes}
+        if len({*axes.values()}) == 1:
+            return f"{self.layout}{f', all over {_star(self.weight_axes)} at rest' if self.weight_axes else ''}"
+        return ", ".join([self.layout, *(f"{what} over {_star(each)}" for what, each in axes.items() if each)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayers:
@@ -163,6 +170,10 @@ class Plan:
             whole=tuple(data.pop("whole")),
             **data,
         )
+
+
+def _star(axes: tuple[str, ...]) -> str:
+    return "*".join(axes)
 
 
 def _layers(data: Mapping[str, Any]) -> PlannedLayers:

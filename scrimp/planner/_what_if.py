@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from scrimp.cluster import Cluster
@@ -23,49 +23,62 @@ Say = Callable[[str], None]
 
 _NODES = re.compile(r"([+-])\s*([0-9]+)\s*nodes?")
 _DEVICES = re.compile(r"[0-9]+x\S+")
-_SIGNED = re.compile(r"([+-])\s*(.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One of them: `nodes` more (or less), another `cluster`, or `nbytes`, of a device: with a `sign`, more or less."""
+
+    nodes: int = 0
+    cluster: Cluster | None = None
+    nbytes: int = 0
+    sign: str = ""
+
+
+def change_of(text: str) -> Change:
+    """From "+2GiB", "-4GiB", "24GiB", "-1 node", "+2 nodes" or "16xH100"."""
+    text = text.strip()
+    if match := _NODES.fullmatch(text):
+        return Change(nodes=int(match[1] + match[2]))
+    if _DEVICES.fullmatch(text):
+        return Change(cluster=Cluster.preset(text))
+    sign, size = (text[0], text[1:]) if text[:1] in ("+", "-") else ("", text)
+    try:
+        return Change(nbytes=parse_nbytes(size), sign=sign)
+    except ScrimpError as error:
+        raise PlanError(f"what if '{text}': write '+2GiB', '-4GiB', '24GiB', '-1 node' or '16xH100'; {error}") from error
 
 
 def what_if(plan: Plan, change: str | Cluster, *, seconds: float, gap: float, progress: Say | None) -> Plan:
-    """`change`: "+2GiB" or "-4GiB" of a device's memory, "24GiB" of it, "-1 node", "+2 nodes", "16xH100", or a cluster."""
     if plan.asked is None or plan.asked.again is None:
         raise PlanError("this plan was loaded, and what it was made from is not in the file: plan again, then ask what if")
-    if isinstance(change, Cluster):
-        return _on(plan, change, seconds, gap, progress)
-    text = change.strip()
-    if match := _NODES.fullmatch(text):
-        return _on(plan, _with_nodes(plan, int(match[1] + match[2])), seconds, gap, progress)
-    if _DEVICES.fullmatch(text):
-        return _on(plan, Cluster.preset(text), seconds, gap, progress)
-    return _within(plan, _limit(plan, text), seconds, gap, progress)
+    asked = Change(cluster=change) if isinstance(change, Cluster) else change_of(change)
+    if asked.cluster is not None:
+        return _on(plan, asked.cluster, seconds, gap, progress)
+    if asked.nodes:
+        return _on(plan, _with_nodes(plan, asked.nodes), seconds, gap, progress)
+    return _within(plan, _limit(plan, asked), seconds, gap, progress)
 
 
 def _with_nodes(plan: Plan, more: int) -> Cluster:
     cluster = Cluster.from_json(plan.cluster)
     assert cluster.hardware is not None  # or there were no plan
-    nodes = cluster.hardware.nodes + more
-    if nodes < 1:
-        raise PlanError(
-            f"{-more} nodes less: the plan is for {cluster.hardware.nodes} of {cluster.hardware.devices_per_node} devices"
-        )
-    return cluster.with_nodes(nodes)
+    nodes, each = cluster.hardware.nodes, cluster.hardware.devices_per_node
+    if nodes + more < 1:
+        raise PlanError(f"what if {more} nodes: the plan is for {nodes} of {each} devices, and there must be one at least")
+    return cluster.with_nodes(nodes + more)
 
 
-def _limit(plan: Plan, text: str) -> int:
+def _limit(plan: Plan, change: Change) -> int:
     """More or less than it may take, where it was to be fast; else than it takes."""
-    match = _SIGNED.fullmatch(text)
-    try:
-        nbytes = parse_nbytes(match[2] if match else text)
-    except ScrimpError as error:
-        raise PlanError(f"what if '{text}': write '+2GiB', '24GiB', '-1 node' or '16xH100'; {error}") from error
-    if match is None:
-        return nbytes
+    if not change.sign:
+        return change.nbytes
     now = plan.memory.peak_nbytes
     if plan.objective == TIME and plan.asked.problem.limit_nbytes is not None:
         now = plan.asked.problem.limit_nbytes
-    limit = now + nbytes if match[1] == "+" else now - nbytes
+    limit = now + change.nbytes if change.sign == "+" else now - change.nbytes
     if limit <= 0:
-        raise PlanError(f"what if '{text}': a device has {format_nbytes(now)} for this plan, there is nothing left")
+        raise PlanError(f"what if {format_nbytes(change.nbytes)} less: a device has {format_nbytes(now)} for this plan")
     return limit
 
 
