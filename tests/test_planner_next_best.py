@@ -12,6 +12,7 @@ from scrimp.errors import FitError, PlanError
 from scrimp.planner import Hold, Node, Problem, evaluate, solve
 from scrimp.planner._next_best import Forbidden, held_at, next_best
 from scrimp.planner._progress import SECONDS_BETWEEN, in_words
+from scrimp.planner._session import Session, _Question
 from tests.problems import naive, random_problem
 
 
@@ -120,3 +121,12 @@ def test_a_search_is_told_in_words_no_faster_than_they_can_be_read() -> None:
         "on the mesh x=4: least peak so far 4.0 KiB, none below 2.0 KiB",
         "on the mesh x=4: least step so far 0.5 s, none below 0.25 s",
     ]
+
+
+def test_bytes_are_never_counted_in_parts_of_one() -> None:
+    """Where the limit is what is there anyhow, a finer unit made numbers that HiGHS gave up on."""
+    held = Hold(first=0, last=0, kind="parameters", nbytes=(1 << 20, (1 << 20) + 5))
+    problem = Problem(points=1, nodes=(Node(name="n", options=("a", "b"), seconds=(2.0, 1.0), holds=(held,)),))
+    units = _Question(Session(problem), "seconds", 1 << 20, math.inf, 5.0, 0.0).units()
+    assert units["peak"] == 1.0
+    assert units["seconds"] < 1.0

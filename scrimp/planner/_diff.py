@@ -6,7 +6,7 @@ that stand next to each other and differ in the same way are said once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -59,11 +59,9 @@ class Difference:
     def text(self) -> str:
         if not self:
             return "no difference"
-        lines = list(_lines(self.figures, ""))
+        lines = [*_figure_lines(self.figures)]
         for layers in self.layers:
-            lines.append(layers.title)
-            lines += _lines([row for row in layers.rows if row.kind == WEIGHT], "  ")
-            lines += [f"  {line}" for kind in (SAVED, LAYOUT) for line in _counted(layers.rows, kind)]
+            lines += [layers.title, *_layer_lines(layers.rows)]
         return "\n".join(lines)
 
 
@@ -166,24 +164,25 @@ def _layouts(op: PlannedOp) -> str:
     return f"{' '.join(op.inputs)} -> {' '.join(layout or 'unused' for layout in op.outputs)}"
 
 
-def _lines(rows: list[Row] | tuple[Row, ...], indent: str) -> Iterator[str]:
+def _figure_lines(rows: Sequence[Row]) -> Iterator[str]:
     width = max((len(row.what) for row in rows), default=0)
     for row in rows:
-        more = f"  {row.more}" if row.more else ""
-        yield f"{indent}{row.what:<{width}}  {row.one or 'none'} -> {row.other or 'none'}{more}"
+        yield f"{row.what:<{width}}  {row.one} -> {row.other}{f'  {row.more}' if row.more else ''}"
 
 
-def _counted(rows: tuple[Row, ...], kind: str) -> Iterator[str]:
-    """Operators by what changed: a layer has a hundred of them."""
-    found: dict[tuple[str, str], list[str]] = {}
+def _layer_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """What changed in the same way is said once; a layer has a hundred operators, so these are counted."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
-        if row.kind == kind:
-            found.setdefault((row.one, row.other) if kind == SAVED else ("", ""), []).append(row.what)
-    for (one, other), targets in found.items():
-        names = ", ".join(dict.fromkeys(target.removeprefix("aten.").partition(".")[0] for target in targets))
-        what = (
-            f"saved by {len(targets)}: {one or 'none'} -> {other or 'none'}"
-            if kind == SAVED
-            else f"split otherwise: {len(targets)}"
-        )
-        yield f"{what} ({names})"
+        change = ("", "") if row.kind == LAYOUT else (row.one or "none", row.other or "none")
+        alike.setdefault((row.kind, *change), []).append(row.what)
+    for kind in (WEIGHT, SAVED, LAYOUT):
+        for (of, one, other), names in alike.items():
+            if of != kind:
+                continue
+            if kind == WEIGHT:
+                yield f"  {one} -> {other}: {', '.join(names)}"
+                continue
+            many = f"{len(names)} operator{'s' if len(names) > 1 else ''}"
+            few = ", ".join(dict.fromkeys(name.removeprefix("aten.").partition(".")[0] for name in names))
+            yield f"  {one} -> {other}: what {many} save ({few})" if kind == SAVED else f"  split otherwise: {many} ({few})"

@@ -104,9 +104,13 @@ class Explanation:
             held += [f"copies from and to others {format_nbytes(group.copies_nbytes)}"] if group.copies_nbytes else []
             lines.append(f"  at peak    {', '.join(held) or 'nothing'}")
         unit, size = next(((unit, size) for unit, size in _UNITS if self.peak_nbytes >= size), _UNITS[-1])
-        rate = f" a {unit} (over the next {format_nbytes(self.over_nbytes)})" if self.over_nbytes else f" a {unit}"
-        saves = f"saves {_seconds(self.seconds_per_byte * size)} a step{rate}" if self.seconds_per_byte else "saves no time"
-        lines += ["", f"The peak is {format_nbytes(self.peak_nbytes)}, at {self.where}. More memory {saves}."]
+        rate = f"{_seconds(self.seconds_per_byte * size)} a step for each {unit}"
+        over = f"The next {format_nbytes(self.over_nbytes)} save at least {rate}" if self.over_nbytes else f"More saves {rate}"
+        lines += [
+            "",
+            f"The peak is {format_nbytes(self.peak_nbytes)}, at {self.where}.",
+            f"{over}." if self.seconds_per_byte else "More saves no time.",
+        ]
         return "\n".join(lines)
 
 
@@ -117,7 +121,7 @@ def explain(plan: Plan, name: str, *, seconds: float) -> Explanation:
     found = find(assembly, name)
     end = time.monotonic() + seconds
     asking = [(where, what) for where in found for what in _questions(assembly, where)]
-    price, over = _price(plan, seconds / (len(asking) + 1))
+    price, over = _price(plan, seconds / 4)
     answers: dict[Where, list[Choice]] = {where: [] for where in found}
     for k, (where, what) in enumerate(asking):
         left = end - time.monotonic()
