@@ -51,8 +51,9 @@ class NextBest:
     def __str__(self) -> str:
         changes = f"; {self.others} other choice{'s' if self.others > 1 else ''} change{'' if self.others > 1 else 's'}"
         better = "; better, as the plan is the best only up to its gap" if self.is_better else ""
+        sure = f"; within {self.gap:.1%} of the best, by the time that there was" if self.gap > GAP else ""
         price = f"{_more_nbytes(self.peak_nbytes)}, {_more_seconds(self.seconds)}"
-        return f"{'; '.join(self.chosen)}: {price}{changes if self.others else ''}{better}"
+        return f"{'; '.join(self.chosen)}: {price}{changes if self.others else ''}{better}{sure}"
 
 
 @dataclass(frozen=True, kw_only=True)
