@@ -28,7 +28,11 @@ class PlanWarning(UserWarning):
 
 
 class FitError(ScrimpError):
-    """It does not fit: how many bytes, where, when, and what would help."""
+    """It does not fit: how many bytes, where, when, and what would help. `least_nbytes`: that would, where it is known."""
+
+    def __init__(self, *args: object, least_nbytes: int | None = None) -> None:
+        super().__init__(*args)
+        self.least_nbytes = least_nbytes
 
 
 class RunError(ScrimpError):

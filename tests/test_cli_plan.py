@@ -43,3 +43,37 @@ def test_known_parallelisms_stand_beside_it() -> None:
 )
 def test_what_cannot_be_planned_is_said(arguments: list[str], words: str) -> None:
     assert words in scrimp("plan", *arguments, code=2).stderr
+
+
+SMALL = ("plan", "gpt-tiny", "--set", "layers=2", "--cluster", "4xCPU", "--mesh", "x=4", "--batch", "16", "--keep")
+
+
+def test_a_plan_is_explained_and_changed() -> None:
+    text = scrimp(*SMALL, "--explain", "blocks.0.mlp.up.weight", "--what-if", "+10KiB", "--what-if", "-100KiB").output
+    assert "blocks.0.mlp.up.weight, on the mesh x=4" in text
+    assert "or else  addmm" in text
+    assert "what if +10KiB\nobjective " in text
+    assert "step " in text.partition("what if +10KiB")[2]
+    assert "what if -100KiB\nit does not fit: on the mesh x=4" in text
+    assert "so far" not in text  # the line that lives while it searches is for terminals
+
+
+def test_plans_in_files_are_compared(tmp_path: Path) -> None:
+    one, other = str(tmp_path / "one.json"), str(tmp_path / "other.json")
+    scrimp(*SMALL, "--out", one)
+    scrimp(*SMALL, "--objective", "time", "--out", other)
+    assert scrimp("diff", one, one).output == "no difference\n"
+    text = scrimp("diff", one, other).output
+    assert "memory -> time" in text
+    assert "blocks.0" in text
+    assert "cannot be read" in scrimp("diff", one, str(tmp_path / "none.json"), code=2).stderr
+    (tmp_path / "none.json").write_text("{}")
+    assert "none.json: this is None" in scrimp("diff", one, str(tmp_path / "none.json"), code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--what-if", "more"], "'+2GiB'"), (["--explain", "blocks.7"], "blocks.0"), (["--what-if", "-1 node"], "1 of 4 devices")],
+)
+def test_what_cannot_be_answered_is_said(arguments: list[str], words: str) -> None:
+    assert words in scrimp(*SMALL, *arguments, code=2).stderr

@@ -176,6 +176,14 @@ def plan(
     gap: Annotated[float, typer.Option(help="Good enough: so much above the best at most.", min=0, max=0.99)] = 0.01,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file, as JSON.")] = None,
     baselines: Annotated[bool, typer.Option("--baselines", help="Show known parallelisms beside the plan.")] = False,
+    explain: Annotated[
+        list[str] | None,
+        typer.Option("--explain", metavar="NAME", help="Of a weight, module or layer: why it is as it is. More than once."),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", metavar="CHANGE", help="Such as +2GiB, 24GiB, '-1 node', 16xH100. More than once."),
+    ] = None,
 ) -> None:
     """Choose the sharding of every operator that takes the least memory, then the least time. No GPU is needed.
 
@@ -185,14 +193,33 @@ def plan(
       scrimp plan gpt-tiny --cluster 8xA100-80 --batch 64
       scrimp plan gpt-tiny --set layers=32 --set dim=4096 --set heads=32 --cluster 32xA100-80 --mesh dp=4,tp=8
       scrimp plan llama-tiny --cluster 2x24GiB --objective time --budget 20GiB --out plan.json
+      scrimp plan gpt-tiny --cluster 4xCPU --mesh x=4 --explain blocks.0.mlp.up.weight
+      scrimp plan gpt-tiny --cluster 16xA100-80 --batch 64 --what-if "+10MiB" --what-if "-1 node"
     """
     from scrimp.cli import _plan
 
     _plan.make(
         console(), model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch, seq=seq, objective=objective,
         optimizer=optimizer, precision=precision, keep=keep, settings=settings or [], seconds=seconds, gap=gap, out=out,
-        baselines=baselines,
+        baselines=baselines, explain=explain or [], what_if=what_if or [],
     )  # fmt: skip
+
+
+@app.command()
+def diff(
+    one: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, as scrimp plan --out writes it.")],
+    other: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+) -> None:
+    """Compare two plans: what they take, and layer by layer what they chose.
+
+    Examples
+      scrimp plan gpt-tiny --cluster 8xA100-80 --mesh x=8 --out A.json
+      scrimp plan gpt-tiny --cluster 8xA100-80 --mesh x=2,y=4 --out B.json
+      scrimp diff A.json B.json
+    """
+    from scrimp.cli import _diff
+
+    _diff.compare(console(), one, other)
 
 
 @app.command()

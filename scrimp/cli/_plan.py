@@ -11,9 +11,10 @@ from rich.table import Table
 
 from scrimp.cli._models import model_and_batch
 from scrimp.cluster import Cluster
-from scrimp.errors import PlanWarning, ScrimpError
+from scrimp.errors import FitError, PlanWarning, ScrimpError
 from scrimp.ledger import format_nbytes
 from scrimp.planner._ways import KEEP, WAYS
+from scrimp.planner._what_if import change_of
 from scrimp.planner.api import limit_of, plan
 from scrimp.planner.beside import Beside, beside
 
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 def make(
     console: Console, *, model: str, cluster: str, mesh: str | None, budget: str | None, batch: int, seq: int, objective: str,
     optimizer: str, precision: str, keep: bool, settings: list[str], seconds: float, gap: float, out: Path | None,
-    baselines: bool = False,
+    explain: list[str], what_if: list[str], baselines: bool = False,
 ) -> None:  # fmt: skip
+    for text in what_if:
+        change_of(text)  # says what is wrong with it before the model is looked at
     made, inputs = model_and_batch(model, batch, seq, settings)
     known = Cluster.load(Path(cluster)) if cluster.endswith(".toml") else Cluster.preset(cluster)
     with console.status("planning") as status, warnings.catch_warnings(record=True) as told:
@@ -54,6 +57,21 @@ def make(
         except OSError as error:
             raise ScrimpError(f"{out} cannot be written: {error.strerror}") from error
         console.print(f"written to {out}", soft_wrap=True)
+    for name in explain:
+        with console.status(f"looking for the next best of {name}"):
+            words = found.explain(name).text()
+        console.print(f"\n{words}", soft_wrap=True)
+    for text in what_if:
+        console.print(f"\nwhat if {text}", style="bold", soft_wrap=True)
+        console.print(_what_if(console, found, text, seconds, gap), soft_wrap=True)
+
+
+def _what_if(console: Console, found: Plan, text: str, seconds: float, gap: float) -> str:
+    try:
+        with console.status(f"what if {text}") as status:
+            return found.diff(found.what_if(text, seconds=seconds, gap=gap, progress=status.update)).text()
+    except FitError as error:  # an answer too
+        return f"it does not fit: {error}"
 
 
 def _choices(found: Plan) -> Table:

@@ -67,6 +67,11 @@ class Cluster:
     def _of(cls, hardware: Hardware) -> Cluster:
         return cls(default=hardware.inside_link if hardware.nodes == 1 else hardware.between_link, hardware=hardware)
 
+    def with_nodes(self, nodes: int) -> Cluster:
+        """So many nodes of the same kind."""
+        made = self._of(replace(self._known("with_nodes"), nodes=nodes))
+        return replace(made, axes=self.axes, machine=self.machine)
+
     def axis_links(self, mesh: Mesh) -> Mapping[str, AxisLink]:
         """The link that each axis of a mesh sees, and which share of an axis is inside of nodes."""
         return axis_links(self._known("axis_links"), mesh)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+from scrimp.capture._graph import Op
+from scrimp.layout import Mesh
 from scrimp.planner._assemble import Assembly
 from scrimp.planner._options import Option
-from scrimp.planner._plan import Kind, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
+from scrimp.planner._placed import Placed
+from scrimp.planner._plan import Kind, Plan, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
+from scrimp.planner._problem import Problem
 from scrimp.planner._solve import Solution
 from scrimp.planner._stack import Part
 from scrimp.planner._states import GRADIENTS, STATES, WEIGHTS, levels
@@ -25,7 +30,7 @@ def memory_of(assembly: Assembly, solution: Solution) -> PlannedMemory:
             for kind, nbytes in solution.kinds
             if nbytes
         ),
-        where=_where(assembly, point),
+        where=assembly.sketch.where[point],
     )
 
 
@@ -40,56 +45,73 @@ def layers_of(assembly: Assembly, solution: Solution) -> Iterator[PlannedLayers]
         )
 
 
+def planned_again(plan: Plan, problem: Problem, solution: Solution, objective: str, again: Callable[..., Plan]) -> Plan:
+    """The same model on the same mesh, with another answer. `again`: as `Asked` has it."""
+    assembly = plan.asked.assembly
+    return replace(
+        plan,
+        objective=objective,
+        memory=memory_of(assembly, solution),
+        seconds=solution.seconds,
+        gap=solution.phases[0].gap,
+        seconds_gap=solution.phases[-1].gap,
+        layers=tuple(layers_of(assembly, solution)),
+        spent_seconds=solution.spent_seconds,
+        asked=replace(plan.asked, problem=problem, solution=solution, again=again),
+    )
+
+
+def option_of(assembly: Assembly, k: int, group: int, choice: Sequence[int]) -> tuple[Option, str]:
+    """How a part's group is split, and what becomes of what it saves."""
+    chosen, ways = choice[assembly.nodes[k, group]], assembly.ways[k, group]
+    return assembly.parts[k].model.options[group][ways.split_of(chosen)], ways.way_of(chosen)
+
+
+def level_of(assembly: Assembly, k: int, group: int, choice: Sequence[int]) -> tuple[int, ...]:
+    """By axis, what a group's weights share out at rest."""
+    if (k, group) not in assembly.rest:
+        return (0,) * len(assembly.moves.mesh.axes)
+    return levels(assembly.moves.mesh, assembly.precision)[choice[assembly.rest[k, group]]]
+
+
+def planned_op(op: Op, option: Option, way: str) -> PlannedOp:
+    inputs = (option.made[name].complete() if name in option.made else option.needed[name] for name in op.inputs)
+    return PlannedOp(
+        name=op.name,
+        target=op.target,
+        saved=way,
+        inputs=tuple(map(str, inputs)),
+        outputs=tuple(str(option.made[name]) if name in option.made else None for name in op.outputs if name is not None),
+    )
+
+
+def planned_weight(name: str, place: Placed, mesh: Mesh, level: Sequence[int]) -> PlannedWeight:
+    """`place`: as it is used; `level`: what each axis shares out, those that split it anyhow nothing more."""
+    axes = {
+        least: tuple(axis for axis, each in zip(mesh.names, level, strict=True) if axis not in place.axes and each >= least)
+        for least in (STATES, GRADIENTS, WEIGHTS)
+    }
+    return PlannedWeight(
+        name=name,
+        layout=str(place),
+        weight_axes=axes[WEIGHTS],
+        gradient_axes=axes[GRADIENTS],
+        state_axes=axes[STATES],
+    )
+
+
 def _ops(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator[PlannedOp]:
     model = part.model
-    chosen = {g: _option(assembly, solution, k, g) for g in range(len(model.groups))}
+    chosen = {g: option_of(assembly, k, g, solution.choice) for g in range(len(model.groups))}
     of_op = {member.op: g for g, group in enumerate(model.groups) for member in group.members}
     for index, op in enumerate(model.graph.ops):
-        option = chosen[of_op[index]]
-        inputs = (option.made[name].complete() if name in option.made else option.needed[name] for name in op.inputs)
-        yield PlannedOp(
-            name=op.name,
-            target=op.target,
-            saved=assembly.ways[k, of_op[index]].way_of(solution.choice[assembly.nodes[k, of_op[index]]]),
-            inputs=tuple(map(str, inputs)),
-            outputs=tuple(str(option.made[name]) if name in option.made else None for name in op.outputs if name is not None),
-        )
-
-
-def _option(assembly: Assembly, solution: Solution, k: int, group: int) -> Option:
-    split = assembly.ways[k, group].split_of(solution.choice[assembly.nodes[k, group]])
-    return assembly.parts[k].model.options[group][split]
+        yield planned_op(op, *chosen[of_op[index]])
 
 
 def _weights(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator[PlannedWeight]:
-    model, mesh = part.model, assembly.moves.mesh
-    choices = levels(mesh, assembly.precision)
     named = dict(assembly.graph.layers[part.first].parameters)
-    for name in model.weights:
-        group = model.uses[name][0].group
-        option = _option(assembly, solution, k, group)
-        place = option.needed[name]
-        level = dict.fromkeys(mesh.names, 0)
-        if (k, group) in assembly.rest:
-            level = dict(zip(mesh.names, choices[solution.choice[assembly.rest[k, group]]], strict=True))
-        axes = {
-            least: tuple(axis for axis in mesh.names if axis not in place.axes and level[axis] >= least)
-            for least in (STATES, GRADIENTS, WEIGHTS)
-        }
-        yield PlannedWeight(
-            name=named[name],
-            layout=str(place),
-            weight_axes=axes[WEIGHTS],
-            gradient_axes=axes[GRADIENTS],
-            state_axes=axes[STATES],
-        )
-
-
-def _where(assembly: Assembly, point: int) -> str:
-    for part in assembly.parts:
-        if part.again == point:
-            return f"{assembly.graph.layers[part.last].path or 'the model'}, its forward run again"
-        for index, op in enumerate(part.model.graph.ops):
-            if part.point(index) == point:
-                return f"{assembly.graph.layers[part.last].path or 'the model'}, {op.target}{', backward' if op.backward else ''}"
-    return ""
+    for name in part.model.weights:
+        group = part.model.uses[name][0].group
+        option, _ = option_of(assembly, k, group, solution.choice)
+        level = level_of(assembly, k, group, solution.choice)
+        yield planned_weight(named[name], option.needed[name], assembly.moves.mesh, level)

@@ -26,7 +26,7 @@ from scrimp.planner._moves import Moves
 from scrimp.planner._options import Option
 from scrimp.planner._placed import Placed
 from scrimp.planner._sketch import Numbers, Sketch
-from scrimp.planner._stack import Part
+from scrimp.planner._stack import Part, names_of_points
 from scrimp.planner._states import AtRest, Precision, Used, at_rest, levels
 from scrimp.planner._ways import KEEP, OFFLOAD, RECOMPUTE, WAYS, Ways
 
@@ -62,8 +62,7 @@ class Assembly:
         self.graph, self.parts, self.moves, self.alone = graph, parts, moves, alone
         self.precision, self.rates = precision, rates
         self.part_of = {layer: k for k, part in enumerate(parts) for layer in range(part.first, part.first + part.count)}
-        points = sum(len(part.model.graph.ops) + 1 for part in parts)
-        self.sketch = Sketch(points)
+        self.sketch = Sketch(names_of_points(graph, parts))
         self.ways: dict[tuple[int, int], Ways] = {}
         self.nodes: dict[tuple[int, int], int] = {}
         self.rest: dict[tuple[int, int], int] = {}
@@ -77,7 +76,7 @@ class Assembly:
                 seconds = np.array(here.spread([option.seconds for option in options]))
                 again = here.only(RECOMPUTE, np.array([option.again_seconds for option in options]))
                 self.sketch.cost(self.nodes[k, g], part.count * (seconds + again))
-        self._owners: dict[str, tuple[int, str]] = {}  # of weights in the model: the first part that uses it, and as what
+        self.owners: dict[str, tuple[int, str]] = {}  # of weights in the model: the first part that uses it, and as what
         for k, part in enumerate(parts):
             self._inside(k, part)
             self._borders(k, part)
@@ -270,7 +269,7 @@ class Assembly:
         by_group: dict[int, list[str]] = {}
         named = dict(self.graph.layers[part.first].parameters)
         for name in model.weights:
-            owner = self._owners.setdefault(named[name], (k, name))
+            owner = self.owners.setdefault(named[name], (k, name))
             if owner == (k, name):
                 by_group.setdefault(model.uses[name][0].group, []).append(name)
             else:

@@ -24,6 +24,8 @@ def check(problem: Problem) -> None:
     limit = problem.limit_nbytes
     if limit is not None and (not _is_count(limit) or limit < 0):
         raise PlanError(f"limit_nbytes is a number of bytes, 0 or more, or None, not {limit!r}")
+    if problem.where and (len(problem.where) != problem.points or not all(isinstance(name, str) for name in problem.where)):
+        raise PlanError(f"where is a text for each of {problem.points} points, or empty; it has {len(problem.where)}")
     for i, node in enumerate(problem.nodes):
         where = f"node {i} '{node.name}'"
         if not node.options:

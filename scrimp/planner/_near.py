@@ -25,6 +25,7 @@ from scrimp.planner._layers import Layers, Looked, OnMesh
 from scrimp.planner._model import PEAK, SECONDS
 from scrimp.planner._options import Split
 from scrimp.planner._problem import Problem
+from scrimp.planner._progress import in_words
 from scrimp.planner._session import Session
 from scrimp.planner._solve import MEMORY, TIME, Solution, answer
 from scrimp.planner._states import Precision, levels
@@ -131,7 +132,7 @@ def _solved(
 ) -> Best:
     assembly = on.assembly(ask.precision, ask.ways, looked)
     problem = assembly.sketch.problem(ask.limit_nbytes)
-    session = Session(problem)
+    session = Session(problem, progress=in_words(ask.say, f"on the mesh {on.mesh}: "))
     for start in starts:
         session.learn(_choice(assembly, start))
     seconds = ask.left if looked is None else ask.left / 2

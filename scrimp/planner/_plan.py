@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scrimp.errors import PlanError, check_format
 from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes
+
+if TYPE_CHECKING:
+    from scrimp.cluster import Cluster
+    from scrimp.planner._diff import Difference
+    from scrimp.planner._explain import Explanation
 
 FORMAT, VERSION = "scrimp.plan", 1
 
@@ -81,6 +86,13 @@ class PlannedWeight:
     gradient_axes: tuple[str, ...]
     state_axes: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Its layout in use, and what is shared out beyond that."""
+        axes = {"weight": self.weight_axes, "gradient": self.gradient_axes, "states": self.state_axes}
+        if len({*axes.values()}) == 1:
+            return f"{self.layout}{f', all over {_star(self.weight_axes)} at rest' if self.weight_axes else ''}"
+        return ", ".join([self.layout, *(f"{what} over {_star(each)}" for what, each in axes.items() if each)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayers:
@@ -127,6 +139,28 @@ class Plan:
         lines += [f"whole     {each}" for each in self.whole]
         return "\n".join(lines)
 
+    def explain(self, name: str, *, seconds: float = 20.0) -> Explanation:
+        """Why a weight, an operator or a layer ("blocks.3.mlp.up.weight", "blocks.3.attention", "blocks.3") is as it is: what
+        was chosen, the next best and its price, and what it holds at the peak. `seconds`: for the search of the next best."""
+        from scrimp.planner._explain import explain
+
+        return explain(self, name, seconds=seconds)
+
+    def diff(self, other: Plan) -> Difference:
+        """What the other one has not in common with this."""
+        from scrimp.planner._diff import diff
+
+        return diff(self, other)
+
+    def what_if(
+        self, change: str | Cluster, *, seconds: float = 60.0, gap: float = 0.01, progress: Callable[[str], None] | None = None
+    ) -> Plan:
+        """The plan with another budget of a device ("+2GiB", "-4GiB", "24GiB": the least seconds within it), or on another
+        cluster ("-1 node", "+2 nodes", "16xH100"). "+" is more than it takes now, or than its budget if it was to be fast."""
+        from scrimp.planner._what_if import what_if
+
+        return what_if(self, change, seconds=seconds, gap=gap, progress=progress)
+
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
 
@@ -156,6 +190,10 @@ class Plan:
             whole=tuple(KeptWhole(**each) for each in data.pop("whole")),
             **data,
         )
+
+
+def _star(axes: tuple[str, ...]) -> str:
+    return "*".join(axes)
 
 
 def _layers(data: Mapping[str, Any]) -> PlannedLayers:

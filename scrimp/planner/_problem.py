@@ -65,10 +65,13 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
+    """`where`: of each point what runs then, for who is told of it; or of none."""
+
     points: int
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...] = ()
     limit_nbytes: int | None = None
+    where: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         from scrimp.planner._check import check  # which knows this class
@@ -106,6 +109,7 @@ class Problem:
         data = {
             "format": FORMAT, "version": VERSION, "points": self.points, "limit_nbytes": self.limit_nbytes,
             "options": options.rows, "seconds": seconds.rows, "nbytes": nbytes.rows, "nodes": nodes, "edges": edges,
+            **({"where": self.where} if self.where else {}),
         }  # fmt: skip
         return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
@@ -138,10 +142,10 @@ class Problem:
                 )
                 for one, two, rows, holds in data["edges"]
             )
-            points, limit = data["points"], data["limit_nbytes"]
+            points, limit, where = data["points"], data["limit_nbytes"], tuple(data.get("where", ()))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PlanError(f"this problem is damaged: {type(error).__name__} {error}") from error
-        return cls(points=points, nodes=nodes, edges=edges, limit_nbytes=limit)
+        return cls(points=points, nodes=nodes, edges=edges, limit_nbytes=limit, where=where)
 
 
 class Pool(dict[Row, int]):

@@ -122,7 +122,8 @@ class _Question:
         return self.found(proven=not self.relax() or self.branch())
 
     def units(self) -> dict[str, float]:
-        """Those in which what is asked for is some 1,000; where nothing is known of it, the most that there can be."""
+        """Those in which what is asked for is some 1,000; where nothing is known of it, the most that there can be. Bytes are
+        whole: a finer unit would only make numbers that a solver cannot work with."""
         reduced, caps = self.session.reduced, self.caps()
         parts = [*reduced.nodes, *(link.costs for link in reduced.links)]
         most = {
@@ -132,7 +133,7 @@ class _Question:
         }
         least = {PEAK: int(reduced.floor.max()), HELD: reduced.held, SECONDS: 0.0}
         ranges = {name: most[name] if caps[name] == math.inf else caps[name] - least[name] for name in most}
-        return {name: (each or 1.0) / SCALE for name, each in ranges.items()}
+        return {name: (each or 1.0) / SCALE if name == SECONDS else max(each / SCALE, 1.0) for name, each in ranges.items()}
 
     def found(self, *, proven: bool) -> Found:
         value = self.value if self.best is not None else math.inf

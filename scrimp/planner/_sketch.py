@@ -29,8 +29,10 @@ class _Edge:
 
 
 class Sketch:
-    def __init__(self, points: int) -> None:
-        self.points = points
+    """`where`: of each point what runs then."""
+
+    def __init__(self, where: Sequence[str]) -> None:
+        self.where, self.points = tuple(where), len(where)
         self.nodes: list[_Node] = []
         self.once: list[tuple[int, int, str, int]] = []  # points, kind and bytes over all devices of all that must be somewhere
         self._edges: dict[tuple[int, int], _Edge] = {}
@@ -95,6 +97,7 @@ class Sketch:
                 for pair, edge in sorted(self._edges.items())
             ),
             limit_nbytes=limit_nbytes,
+            where=self.where,
         )
 
     def _edge(self, one: int, other: int) -> _Edge:

@@ -134,10 +134,12 @@ def _no_fit(session: Session, limit: float, least: Found) -> FitError | PlanErro
     peak, point, _, kinds = evaluate(problem, least.choice)
     proof = "" if least.phase.status == IS_OPTIMAL else f" (none is below {_size(least.phase.bound)})"
     there = ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in kinds.items())
+    moment = problem.where[point] if problem.where else f"point {point} of {problem.points}"
     return FitError(
-        f"the least peak found is {_size(peak)}{proof}, at point {point} of {problem.points}, the limit is {_size(limit)}: "
+        f"the least peak found is {_size(peak)}{proof}, at {moment}, the limit is {_size(limit)}: "
         f"{_size(peak - limit)} too little. Held there: {there}. "
-        f"Use a limit of {peak} bytes or more, more devices, or a smaller batch"
+        f"Use a limit of {peak} bytes or more, more devices, or a smaller batch",
+        least_nbytes=peak,
     )
 
 

@@ -44,6 +44,17 @@ class Part:
         return self.forward, self.backward + len(self.model.graph.ops) - self.model.forward_ops - 1
 
 
+def names_of_points(graph: Graph, parts: Sequence[Part]) -> tuple[str, ...]:
+    """The layer that is looked at then, and what runs in it."""
+    names: dict[int, str] = {}
+    for part in parts:
+        path = graph.layers[part.last].path or "the model"
+        names[part.again] = f"{path}, its forward run again"
+        for index, op in enumerate(part.model.graph.ops):
+            names[part.point(index)] = f"{path}, {op.target}{', backward' if op.backward else ''}"
+    return tuple(names[point] for point in range(len(names)))
+
+
 def halves(length: int) -> tuple[int, ...]:
     """Sizes of groups: 24 is 12, 6, 3, 2, 1."""
     sizes = []

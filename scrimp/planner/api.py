@@ -7,6 +7,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ class Asked:
     assembly: Assembly
     problem: Problem
     solution: Solution
+    searched: bool = False  # the mesh was not given
+    again: Callable[..., Plan] | None = None  # the same model with other settings: `plan_graph` but for what is changed
 
 
 def plan(
@@ -64,7 +68,7 @@ def plan(
 
     `saving`: what may become of what the forward saves for the backward: "keep", "recompute", "offload".
 
-    `seconds` and `gap`: when the search is good enough. `progress` is told what is being done."""
+    `seconds` and `gap`: when the search is good enough. `progress` is told what is being done, and how far the search is."""
     start, say = time.perf_counter(), progress or (lambda words: None)
     check_question(
         model=model, example_inputs=example_inputs, cluster=cluster, mesh=mesh, objective=objective, optimizer=optimizer,
@@ -73,18 +77,33 @@ def plan(
     numbers = precision_of(precision, optimizer)
     assert numbers is not None  # both names are known
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    meshes = _meshes(cluster, mesh)
-    limit = limit_of(cluster, budget)
+    _meshes(cluster, mesh), limit_of(cluster, budget)  # say what is wrong before anything takes long
     say("capturing the model")
     graph = captured(model, example_inputs, numbers)
-    layers = Layers(graph)
+    made = plan_graph(
+        graph, cluster, numbers, optimizer, mesh=mesh, budget=budget, objective=objective, saving=saving,
+        seconds=seconds - (time.perf_counter() - start), gap=gap, progress=progress,
+    )  # fmt: skip
+    uneven = batch_that_no_axis_divides(graph, made.mesh)
+    for words in (*map(str, made.whole), *([uneven] if uneven else [])):
+        warnings.warn(words, PlanWarning, stacklevel=2)
+    return replace(made, spent_seconds=time.perf_counter() - start)
+
+
+def plan_graph(
+    graph: Graph, cluster: Cluster, precision: Precision, optimizer: str, *, mesh: Mesh | str | None, budget: int | str | None,
+    objective: str, saving: Sequence[str], seconds: float, gap: float, progress: Say | None = None,
+) -> Plan:  # fmt: skip
+    """Of what has been captured."""
+    start, say = time.perf_counter(), progress or (lambda words: None)
+    meshes, limit, layers = _meshes(cluster, mesh), limit_of(cluster, budget), Layers(graph)
     found: list[Plan] = []
-    trouble: FitError | None = None
+    troubles: list[FitError] = []
     for k, each in enumerate(meshes):
         left = max(5.0, (seconds - (time.perf_counter() - start)) / (len(meshes) - k))
         say(f"planning on the mesh {each}")
         ask = Ask(
-            precision=numbers,
+            precision=precision,
             ways=saving,
             objective=objective,
             limit_nbytes=limit,
@@ -95,15 +114,17 @@ def plan(
         try:
             found.append(_planned(layers, cluster, each, ask, optimizer))
         except FitError as error:
-            trouble = error
+            few = f", the nearest of {len(meshes)}" if len(meshes) > 1 else ""
+            troubles.append(FitError(f"on the mesh {each}{few}: {error}", least_nbytes=error.least_nbytes))
     if not found:
-        assert trouble is not None
-        raise trouble
+        raise min(troubles, key=lambda error: error.least_nbytes or inf)
     best = min(found, key=lambda one: _order(one, objective))
-    uneven = batch_that_no_axis_divides(graph, best.mesh)
-    for words in (*map(str, best.whole), *([uneven] if uneven else [])):
-        warnings.warn(words, PlanWarning, stacklevel=2)
-    return replace(best, spent_seconds=time.perf_counter() - start)
+    settings: dict[str, Any] = {
+        "cluster": cluster, "precision": precision, "optimizer": optimizer, "mesh": mesh, "budget": budget,
+        "objective": objective, "saving": saving, "seconds": seconds, "gap": gap,
+    }  # fmt: skip
+    asked = replace(best.asked, searched=mesh is None, again=partial(plan_graph, graph, **settings))
+    return replace(best, spent_seconds=time.perf_counter() - start, asked=asked)
 
 
 def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], precision: Precision) -> Graph:

@@ -1,0 +1,25 @@
+"""What `scrimp diff` prints: two plans from their files. Torch is not loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scrimp.errors import ScrimpError
+from scrimp.planner._plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def compare(console: Console, one: Path, other: Path) -> None:
+    console.print(_load(one).diff(_load(other)).text(), soft_wrap=True)
+
+
+def _load(path: Path) -> Plan:
+    try:
+        return Plan.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScrimpError(f"{path} cannot be read: {error}") from error
+    except ScrimpError as error:
+        raise ScrimpError(f"{path}: {error}") from error
