@@ -7,16 +7,20 @@ from collections.abc import Iterator
 from scrimp.planner._assemble import Assembly
 from scrimp.planner._options import Option
 from scrimp.planner._plan import Kind, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
+from scrimp.planner._sketch import Sketch
 from scrimp.planner._solve import Solution
 from scrimp.planner._stack import Part
 from scrimp.planner._states import GRADIENTS, STATES, WEIGHTS, levels
 
 
 def memory_of(assembly: Assembly, solution: Solution) -> PlannedMemory:
-    devices, point = assembly.moves.mesh.size, solution.point
+    return memory_at(assembly.sketch, assembly.moves.mesh.size, solution, where_of(assembly, solution.point))
+
+
+def memory_at(sketch: Sketch, devices: int, solution: Solution, where: str) -> PlannedMemory:
     once: dict[str, int] = {}
-    for first, last, kind, nbytes in assembly.sketch.once:
-        if first <= point <= last:
+    for first, last, kind, nbytes in sketch.once:
+        if first <= solution.point <= last:
             once[kind] = once.get(kind, 0) + nbytes
     return PlannedMemory(
         peak_nbytes=solution.peak_nbytes,
@@ -25,7 +29,7 @@ def memory_of(assembly: Assembly, solution: Solution) -> PlannedMemory:
             for kind, nbytes in solution.kinds
             if nbytes
         ),
-        where=_where(assembly, point),
+        where=where,
     )
 
 
@@ -85,7 +89,7 @@ def _weights(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iter
         )
 
 
-def _where(assembly: Assembly, point: int) -> str:
+def where_of(assembly: Assembly, point: int) -> str:
     for part in assembly.parts:
         if part.again == point:
             return f"{assembly.graph.layers[part.last].path or 'the model'}, its forward run again"

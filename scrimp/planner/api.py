@@ -19,13 +19,16 @@ from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner._answer import layers_of, memory_of
 from scrimp.planner._assemble import Assembly, Rates
 from scrimp.planner._axiswise import AxisWise
+from scrimp.planner._devices import stage_cluster
 from scrimp.planner._layer import LayerModel, model_of
+from scrimp.planner._micro import micro_batch, rows_of
 from scrimp.planner._moves import Moves
+from scrimp.planner._pipeline import schedules, staged_plan
 from scrimp.planner._plan import Plan
 from scrimp.planner._problem import Problem
 from scrimp.planner._solve import MEMORY, Solution, solve
 from scrimp.planner._stack import parts_of
-from scrimp.planner._states import OPTIMIZERS, PRECISIONS, Precision, precision_of
+from scrimp.planner._states import OPTIMIZERS, PRECISIONS, Precision, accumulating, precision_of
 from scrimp.planner._ways import KEEP, WAYS
 from scrimp.rules import rule_of
 
@@ -53,6 +56,9 @@ def plan(
     optimizer: str = "adamw",
     precision: str = "bf16",
     saving: Sequence[str] = WAYS,
+    stages: int | str = 1,
+    micro_batches: int | str = 1,
+    interleave: int = 1,
     seconds: float = 60.0,
     gap: float = 0.01,
     progress: Say | None = None,
@@ -64,6 +70,10 @@ def plan(
 
     `saving`: what may become of what the forward saves for the backward: "keep", "recompute", "offload".
 
+    `stages`: the devices in so many equal parts, each with some of the layers, one after the other; the mesh is then that of a
+    stage. `micro_batches`: equal parts of the batch, whose gradients are summed up. Of both "auto" tries a few. `interleave`: so
+    many pieces of the model a stage, which makes devices wait less and hold more.
+
     `seconds` and `gap`: when the search is good enough. `progress` is told what is being done."""
     start, say = time.perf_counter(), progress or (lambda words: None)
     numbers = precision_of(precision, optimizer)
@@ -74,23 +84,40 @@ def plan(
     if KEEP not in saving or not {*saving} <= {*WAYS}:
         raise PlanError(f"saving={saving!r}: there are {', '.join(WAYS)}, and '{KEEP}' must be one of them")
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    meshes = _meshes(cluster, mesh)
     limit = _limit(cluster, budget)
-    say("capturing the model")
-    graph = captured(model, example_inputs, numbers)
-    found: list[tuple[Plan, Solution]] = []
+    devices = 1 if cluster.hardware is None else cluster.hardware.devices
+    found: list[Plan] = []
     trouble: FitError | None = None
-    for k, each in enumerate(meshes):
-        left = (seconds - (time.perf_counter() - start)) / (len(meshes) - k)
-        say(f"planning on the mesh {each}")
+    tries = [
+        (count, micro, each)
+        for count, micro in schedules(stages, micro_batches, interleave, devices, rows_of(example_inputs))
+        for each in _meshes(cluster if count == 1 else stage_cluster(cluster, count)[0], mesh)
+    ]
+    graphs: dict[int, Graph] = {}
+    for k, (count, micro, each) in enumerate(tries):
+        if micro not in graphs:
+            say("capturing the model")
+            graphs[micro] = captured(model, micro_batch(example_inputs, micro), numbers)
+        left = max(5.0, (seconds - (time.perf_counter() - start)) / (len(tries) - k))
+        say(f"planning on the mesh {each}{f', {count} stages, {micro} micro-batches' if micro > 1 or count > 1 else ''}")
         try:
-            found.append(_planned(graph, cluster, each, numbers, optimizer, objective, limit, max(5.0, left), gap, saving))
+            if count == micro == 1:
+                one, _ = _planned(graphs[1], cluster, each, numbers, optimizer, objective, limit, left, gap, saving)
+            else:
+                part, links = stage_cluster(cluster, count) if count > 1 else (cluster, (cluster.default,))
+                rule = accumulating(numbers) if micro > 1 else numbers
+                assembly, whole = assembled(graphs[micro], part, each, rule, saving)
+                one = staged_plan(
+                    assembly, cluster, links, optimizer=optimizer, objective=objective, limit=limit, micro_batches=micro,
+                    interleave=interleave, seconds=left, gap=gap, ways=saving, whole=whole, say=say,
+                )  # fmt: skip
+            found.append(one)
         except FitError as error:
             trouble = error
     if not found:
         assert trouble is not None
         raise trouble
-    best = min((one for one, _ in found), key=lambda one: _order(one, objective))
+    best = min(found, key=lambda one: _order(one, objective))
     return replace(best, spent_seconds=time.perf_counter() - start)
 
 
