@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 def make(
     console: Console, *, model: str, cluster: str, mesh: str | None, budget: str | None, batch: int, seq: int, objective: str,
-    optimizer: str, precision: str, keep: bool, settings: list[str], seconds: float, gap: float, out: Path | None,
+    optimizer: str, precision: str, keep: bool, stages: str, micro_batches: str, interleave: int, settings: list[str],
+    seconds: float, gap: float, out: Path | None,
 ) -> None:  # fmt: skip
     made, inputs = model_and_batch(model, batch, seq, settings)
     known = Cluster.load(Path(cluster)) if cluster.endswith(".toml") else Cluster.preset(cluster)
     with console.status("planning") as status:
         found = plan(
             made, inputs, known, mesh=mesh, budget=budget, objective=objective, optimizer=optimizer, precision=precision,
-            saving=(KEEP,) if keep else WAYS, seconds=seconds, gap=gap, progress=status.update,
+            saving=(KEEP,) if keep else WAYS, stages=_number(stages), micro_batches=_number(micro_batches), interleave=interleave,
+            seconds=seconds, gap=gap, progress=status.update,
         )  # fmt: skip
     console.print(found.summary(), soft_wrap=True)
     console.print()
@@ -39,6 +41,10 @@ def make(
         except OSError as error:
             raise ScrimpError(f"{out} cannot be written: {error.strerror}") from error
         console.print(f"written to {out}", soft_wrap=True)
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _choices(found: Plan) -> Table:

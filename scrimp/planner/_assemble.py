@@ -12,7 +12,7 @@ layers is always kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,10 +24,17 @@ from scrimp.move._dtypes import ITEMSIZE
 from scrimp.planner._layer import LayerModel, Use
 from scrimp.planner._moves import Moves
 from scrimp.planner._options import Option
-from scrimp.planner._placed import Placed
 from scrimp.planner._outside import NOWHERE, Outside, draw_outside
+from scrimp.planner._placed import Placed
 from scrimp.planner._sketch import (
-    ACTIVATIONS, BACKWARD, BUFFERS, FLIGHT, FORWARD, TEMPORARIES, Numbers, Sketch,
+    ACTIVATIONS,
+    BACKWARD,
+    BUFFERS,
+    FLIGHT,
+    FORWARD,
+    TEMPORARIES,
+    Numbers,
+    Sketch,
 )  # fmt: skip
 from scrimp.planner._stack import Part
 from scrimp.planner._states import Precision
@@ -53,8 +60,8 @@ class Reader:
 
 
 class Assembly:
-    """`nodes`: of each part and group; `rest`: of the weights of each part and group. `outside`: the rest of the model, where this
-    is a piece of it. `accumulated`: gradients are summed over micro-batches."""
+    """`nodes`: of each part and group; `rest`: of the weights of each part and group. `outside`: the rest of the model, where
+    this is a piece of it. `accumulated`: gradients are summed over micro-batches."""
 
     def __init__(
         self, graph: Graph, parts: Sequence[Part], moves: Moves, precision: Precision, rates: Rates, ways: Sequence[str] = WAYS,
@@ -80,6 +87,8 @@ class Assembly:
                 self.sketch.cost(self.nodes[k, g], part.count * here.repeat(ahead), FORWARD)
                 again = here.only(RECOMPUTE, ahead)
                 self.sketch.cost(self.nodes[k, g], part.count * (here.repeat(behind) + again), BACKWARD)
+        self.inputs: dict[int, int] = {}  # nodes of what comes from outside, by its place in `outside.arrivals`
+        self.tangents: dict[tuple[int, str], int] = {}  # and of gradients that do, by the output
         self.owners: dict[str, tuple[int, str]] = {}  # of weights in the model: the first part that uses it, and as what
         for k, part in enumerate(parts):
             self._inside(k, part)
@@ -189,7 +198,9 @@ class Assembly:
                 nbytes = [self.numel(option.needed[name]) for option in model.options[group]]
                 itemsize = ITEMSIZE[model.values[name].dtype]
                 for span in ((0, self.sketch.points - 1), FLIGHT):
-                    self.sketch.hold(self.nodes[k, group], *span, BUFFERS, itemsize * np.array(self.ways[k, group].spread(nbytes)))
+                    self.sketch.hold(
+                        self.nodes[k, group], *span, BUFFERS, itemsize * np.array(self.ways[k, group].spread(nbytes))
+                    )
                     self.sketch.must_be(*span, BUFFERS, whole_nbytes(model.values[name]))
 
     def _readers(self, k: int, output: str) -> Iterator[Reader]:
@@ -253,8 +264,9 @@ class Assembly:
             self.sketch.pair_hold(a, b, part.again, part.point(first) - 1, ACTIVATIONS, back)
 
     def used(self, node: int, made: Sequence[Placed], user: int, use: Use, name: str, copies: int) -> Numbers | None:
-        """What a node has, by its options, for a group that uses it: the moves, and the copies while they are used. If the group's
-        forward may run again it is moved once more, and must still be there, or be made again too: by which of the group's options."""
+        """What a node has, by its options, for a group that uses it: the moves, and the copies while they are used. Where the
+        group's forward runs again it is moved once more, and must still be there, or be made again too: by which of the group's
+        options, if by any."""
         part, ways = self.parts[user], self.ways[user, use.group]
         options = part.model.options[use.group]
         needed = ways.spread([option.needed[name] for option in options])

@@ -23,12 +23,10 @@ from scrimp.planner._sketch import Numbers
 Cut = tuple[int, ...]  # where each stage begins, and where the last one ends
 
 
-def best_cut(
-    values: Numbers, costs: Numbers, score: Callable[[float, float], float] | None = None
-) -> tuple[Cut, float] | None:
-    """`values[s, i, j]` and `costs[s, i, j]`: of stage s with the layers from i to before j; infinite where it cannot be. Without a
-    score the largest value is least, then the sum of costs. With it, which must grow with both, the score is least."""
-    stages, ends = values.shape[0], values.shape[1]
+def best_cut(values: Numbers, costs: Numbers, score: Callable[[float, float], float] | None = None) -> tuple[Cut, float] | None:
+    """`values[s, i, j]` and `costs[s, i, j]`: of stage s with the layers from i to before j; infinite where it cannot be. Without
+    a score the largest value is least, then the sum of costs. With it, which must grow with both, the score is least."""
+    stages = len(values)
     allowed = np.unique(values[np.isfinite(values)])
     low, high = 0, len(allowed)
     while low < high:  # the first largest value with which there is a cut
@@ -55,7 +53,7 @@ def best_cut(
         reached = max(values[s, cut[s], cut[s + 1]] for s in range(stages))
         if best is None or score(reached, total) < best[1]:
             best = cut, score(reached, total)
-    assert best is not None and best[0][-1] == ends - 1
+    assert best is not None
     return best
 
 

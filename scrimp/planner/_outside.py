@@ -2,8 +2,8 @@
 
 What comes, an input or the gradient of an output, lands in a buffer that is always there, in a place of its own choice (a node
 whose options are the places that its users need); while it is used it is held beside. An input is held until its last user's
-backward, by every micro-batch in flight. What goes is held until it was sent, at the latest when the piece next makes the same. What
-only passes through is split over all devices, and takes room where it lands and where it is sent from.
+backward, by every micro-batch in flight. What goes is held until it was sent, at the latest when the piece next makes the same.
+What only passes through is split over all devices, and takes room where it lands and where it is sent from.
 
 A transfer takes what a device gets of it over the link to the other piece. It runs beside the work: the schedule says what of it
 is waited for.
@@ -18,12 +18,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scrimp.cluster import Link
+from scrimp.capture._graph import Value
+from scrimp.cluster._link import DEFAULT_LINK, Link
 from scrimp.move._dtypes import ITEMSIZE
 from scrimp.planner._layer import Use
+from scrimp.planner._options import Option
 from scrimp.planner._placed import Placed
 from scrimp.planner._sketch import (
-    ACTIVATIONS, AWAY, BACKWARD, FLIGHT, FORWARD, GRADIENT, INPUT, TEMPORARIES, Numbers,
+    ACTIVATIONS,
+    AWAY,
+    BACKWARD,
+    FLIGHT,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    TEMPORARIES,
+    Numbers,
 )  # fmt: skip
 from scrimp.planner._subgraph import Relay
 from scrimp.planner._ways import RECOMPUTE
@@ -34,16 +44,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """As in `Piece`; `ahead` and `behind`: the links from the pieces before it and behind it, `far` that to the piece which has the
-    same parameters, where there are such."""
+    """As in `Piece`; `ahead` and `behind`: the links from the pieces before it and behind it, `far` that to the piece which has
+    the same parameters, where there are such."""
 
-    arrivals: frozenset[str] = frozenset()
+    arrivals: tuple[str, ...] = ()
     departures: frozenset[tuple[int, str]] = frozenset()
     relays: tuple[Relay, ...] = ()
     shared: frozenset[str] = frozenset()
-    ahead: Link = Link()
-    behind: Link = Link()
-    far: Link = Link()
+    ahead: Link = DEFAULT_LINK
+    behind: Link = DEFAULT_LINK
+    far: Link = DEFAULT_LINK
 
     def shared_seconds(self, nbytes: Numbers) -> Numbers:
         """Of summing up gradients with another piece: each gets the other's."""
@@ -65,26 +75,26 @@ class Reading:
 
 def draw_outside(problem: Assembly) -> None:
     outside = problem.outside
-    for arrival in sorted(outside.arrivals):
-        _input(problem, arrival)
+    for k, arrival in enumerate(outside.arrivals):
+        _input(problem, k, arrival)
     for layer, output in sorted(outside.departures):
         _output(problem, layer, output)
     for relay in outside.relays:
         _relay(problem, relay)
 
 
-def _input(problem: Assembly, arrival: str) -> None:
+def _input(problem: Assembly, k: int, arrival: str) -> None:
     readings = [*_readings(problem, arrival)]
     if not readings:
         return
-    node, made, nbytes = _lands(problem, f"from outside/{arrival}", readings, problem.outside.ahead, INPUT)
+    node, made, nbytes = _lands(problem, readings, problem.outside.ahead, INPUT)
+    problem.inputs[k] = node
     last = max(_last(problem, reading) for reading in readings)
-    whole = prod(_value_shape(problem, readings[0])) * _itemsize(problem, readings[0])
-    spans = [(0, last)] + ([FLIGHT] if last >= problem.turn else [])
-    for span in spans:
-        kind = ACTIVATIONS if last >= problem.turn else TEMPORARIES
+    value, saved = _value(problem, readings[0]), last >= problem.turn
+    for span in ((0, last), FLIGHT) if saved else ((0, last),):
+        kind = ACTIVATIONS if saved else TEMPORARIES
         problem.sketch.hold(node, *span, kind, nbytes)
-        problem.sketch.must_be(*span, kind, whole)
+        problem.sketch.must_be(*span, kind, prod(value.shape) * ITEMSIZE[value.dtype])
     for reading in readings:
         problem.used(node, made, reading.part, reading.use, reading.name, reading.copies)
     done = set()
@@ -104,23 +114,21 @@ def _output(problem: Assembly, layer: int, output: str) -> None:
     readings = [Reading(part=k, name=tangent, use=use, copies=1) for use in part.model.uses.get(tangent or "", ()) if tangent]
     if not readings:
         return
-    node, made, nbytes = _lands(
-        problem, f"gradient from outside/{layer}:{output}", readings, problem.outside.behind, GRADIENT
-    )
+    node, made, nbytes = _lands(problem, readings, problem.outside.behind, GRADIENT)
+    problem.tangents[layer, output] = node
     last = max(part.point(span[1]) for reading in readings for span in reading.use.spans)
     problem.sketch.hold(node, problem.turn, last, TEMPORARIES, nbytes)
     for reading in readings:
         problem.used(node, made, reading.part, reading.use, reading.name, reading.copies)
 
 
-def _lands(
-    problem: Assembly, name: str, readings: list[Reading], link: Link, when: str
-) -> tuple[int, list[Placed], Numbers]:
+def _lands(problem: Assembly, readings: list[Reading], link: Link, when: str) -> tuple[int, list[Placed], Numbers]:
     """A node with its places, and their bytes."""
     made = [*dict.fromkeys(option.needed[each.name] for each in readings for option in _options(problem, each))]
-    node = problem.sketch.node(name, [str(place) for place in made])
-    nbytes = _itemsize(problem, readings[0]) * np.array([problem.numel(place) for place in made])
-    problem.sketch.hold(node, 0, problem.sketch.points - 1, TEMPORARIES, nbytes)
+    node = problem.sketch.node(f"{when} from outside", [str(place) for place in made])
+    nbytes = ITEMSIZE[_value(problem, readings[0]).dtype] * np.array([problem.numel(place) for place in made])
+    for span in problem.sketch.always:
+        problem.sketch.hold(node, *span, TEMPORARIES, nbytes)
     problem.sketch.cost(node, np.array([link.seconds(1, each) for each in nbytes]), when)
     return node, made, nbytes
 
@@ -152,7 +160,8 @@ def _relay(problem: Assembly, relay: Relay) -> None:
     node = problem.sketch.node(f"through/{relay.value.name}", ["split over all"])
     for there, link, when in ((relay.forward, problem.outside.ahead, INPUT), (relay.gradient, problem.outside.behind, GRADIENT)):
         if there:
-            problem.sketch.hold(node, 0, problem.sketch.points - 1, TEMPORARIES, np.array([2 * nbytes]))
+            for span in problem.sketch.always:
+                problem.sketch.hold(node, *span, TEMPORARIES, np.array([2 * nbytes]))
             problem.sketch.cost(node, np.array([link.seconds(1, nbytes)]), when)
 
 
@@ -179,13 +188,9 @@ def _last(problem: Assembly, reading: Reading) -> int:
     return max(found)
 
 
-def _options(problem: Assembly, reading: Reading):  # type: ignore[no-untyped-def]
+def _options(problem: Assembly, reading: Reading) -> tuple[Option, ...]:
     return problem.parts[reading.part].model.options[reading.use.group]
 
 
-def _value_shape(problem: Assembly, reading: Reading) -> tuple[int, ...]:
-    return problem.parts[reading.part].model.values[reading.name].shape
-
-
-def _itemsize(problem: Assembly, reading: Reading) -> int:
-    return ITEMSIZE[problem.parts[reading.part].model.values[reading.name].dtype]
+def _value(problem: Assembly, reading: Reading) -> Value:
+    return problem.parts[reading.part].model.values[reading.name]

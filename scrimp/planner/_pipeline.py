@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from scrimp.cluster import Cluster, Link
@@ -34,11 +34,11 @@ def staged_plan(
     pieces = len(links) * interleave
     if pieces > len(graph.layers):
         each = f" of {interleave} pieces each" if interleave > 1 else ""
-        raise PlanError(f"{len(links)} stages{each} of a model of {len(graph.layers)} layers: take fewer, a piece is a layer at least")
+        raise PlanError(
+            f"{len(links)} stages{each} of a model of {len(graph.layers)} layers: take fewer, a piece is a layer at least"
+        )
     found = Planner(setup, objective, limit, seconds=seconds, gap=gap, say=say).run()
-    stages = tuple(
-        _planned_stage(setup, stage, solution) for stage, solution in zip(found.stages, found.solutions, strict=True)
-    )
+    stages = tuple(_planned_stage(setup, stage, solution) for stage, solution in zip(found.stages, found.solutions, strict=True))
     return Plan(
         mesh=assembly.moves.mesh,
         cluster=cluster.to_json(),
@@ -60,10 +60,21 @@ def _planned_stage(setup: Setup, stage: Stage, solution: Solution) -> PlannedSta
     return PlannedStage(
         pieces=tuple((piece.first, piece.stop) for piece in stage.pieces),
         in_flight=max(sum(scene.flights) for scene in setup.scenes[stage.stage]),
+        received=tuple(_received(stage, solution)),
         memory=_memory(setup, stage, solution),
         seconds=setup.micro_batches * sum(work.forward + work.backward for work in works) + stage.once_seconds(solution.choice),
         asked=(stage, solution),
     )
+
+
+def _received(stage: Stage, solution: Solution) -> Iterator[tuple[str, str]]:
+    for piece, assembly, choice in zip(stage.pieces, stage.assemblies, stage.joined.choices(solution.choice), strict=True):
+        layouts = {
+            **{f"input {piece.arrivals[k]}": node for k, node in assembly.inputs.items()},
+            **{f"gradient {piece.first + layer}:{name}": node for (layer, name), node in assembly.tangents.items()},
+        }
+        for name, node in layouts.items():
+            yield name, assembly.sketch.nodes[node].options[choice[node]]
 
 
 def _memory(setup: Setup, stage: Stage, solution: Solution) -> PlannedMemory:
@@ -75,17 +86,13 @@ def _layers(found: Staged) -> tuple[PlannedLayers, ...]:
     """Of all stages, in the order of the model."""
     every: list[PlannedLayers] = []
     for stage, solution in zip(found.stages, found.solutions, strict=True):
-        for piece, assembly, choice in zip(
-            stage.pieces, stage.assemblies, stage.joined.choices(solution.choice), strict=True
-        ):
+        for piece, assembly, choice in zip(stage.pieces, stage.assemblies, stage.joined.choices(solution.choice), strict=True):
             for layers in layers_of(assembly, replace(solution, choice=choice)):
                 every.append(replace(layers, first=piece.first + layers.first))
     return tuple(sorted(every, key=lambda layers: layers.first))
 
 
-def schedules(
-    stages: int | str, micro_batches: int | str, interleave: int, devices: int, batch: int
-) -> list[tuple[int, int]]:
+def schedules(stages: int | str, micro_batches: int | str, interleave: int, devices: int, batch: int) -> list[tuple[int, int]]:
     """Stages and micro-batches to try."""
     for name, value in (("stages", stages), ("micro_batches", micro_batches), ("interleave", interleave)):
         number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -107,7 +114,8 @@ def schedules(
             fitting = [one for one in range(1, batch + 1) if batch % one == 0]
             near = sorted(sorted(fitting, key=lambda one: abs(one - count))[:2])
             raise PlanError(
-                f"micro_batches={count}: the batch has {batch} rows, which {count} does not divide; take {' or '.join(map(str, near))}"
+                f"micro_batches={count}: the batch has {batch} rows, which {count} does not divide; "
+                f"take {' or '.join(map(str, near))}"
             )
         if interleave > 1 and count % each:
             raise PlanError(

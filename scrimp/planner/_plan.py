@@ -75,10 +75,12 @@ class PlannedLayers:
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
     """`pieces`: of the model's layers, each from one to before another. `in_flight`: forwards through a piece whose backward is
-    still to come, at the most. `memory`: of one of its devices. `seconds`: that it works in a step, without waiting."""
+    still to come, at the most. `received`: layouts of what comes from other stages: "input" and "gradient" of an output, by the
+    number of the layer that has it. `memory`: of one of its devices. `seconds`: that it works in a step, without waiting."""
 
     pieces: tuple[tuple[int, int], ...]
     in_flight: int
+    received: tuple[tuple[str, str], ...]
     memory: PlannedMemory
     seconds: float
     asked: Any = field(default=None, compare=False, repr=False)  # the stage and its answer, where it was planned just now
@@ -102,7 +104,9 @@ class Schedule:
         if len(self.stages) == 1:
             return [f"schedule  {self.micro_batches} micro-batches one after the other, their gradients summed up"]
         how = "1F1B" if self.interleave == 1 else f"1F1B, interleaved: {self.interleave} pieces a stage"
-        lines = [f"schedule  {len(self.stages)} stages, {self.micro_batches} micro-batches, {how}; devices wait {self.bubble:.1%}"]
+        lines = [
+            f"schedule  {len(self.stages)} stages, {self.micro_batches} micro-batches, {how}; devices wait {self.bubble:.1%}"
+        ]
         for k, stage in enumerate(self.stages):
             layers = ", ".join(f"{first} to {stop - 1}" if stop - first > 1 else f"{first}" for first, stop in stage.pieces)
             peak = format_nbytes(stage.memory.peak_nbytes)
@@ -113,8 +117,8 @@ class Schedule:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """`gap`: by how much at most what was asked to be least could be less (the peak, the redundant bytes, or the seconds), as a
-    part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that. With a `schedule` the mesh is that of
-    a stage, and `memory` that of the stage with the largest peak."""
+    part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that. With a `schedule` the mesh is that
+    of a stage, and `memory` that of the stage with the largest peak."""
 
     mesh: Mesh
     cluster: str
@@ -199,6 +203,7 @@ def _schedule(data: Mapping[str, Any]) -> Schedule:
             PlannedStage(
                 pieces=tuple((first, stop) for first, stop in stage["pieces"]),
                 in_flight=stage["in_flight"],
+                received=tuple((name, layout) for name, layout in stage["received"]),
                 memory=_memory(stage["memory"]),
                 seconds=stage["seconds"],
             )

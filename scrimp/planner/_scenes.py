@@ -63,13 +63,13 @@ def joined(pieces: Sequence[Sketch], turns: Sequence[int], scenes: Sequence[Scen
         for node in piece.nodes:
             made = whole.node(node.name, node.options)
             _spend(whole.nodes[made].spent, node.spent, micro_batches)
-            _place(whole.nodes[made].holds, node.holds, p, piece.points, stretches)
+            _place(whole.nodes[made].holds, node.holds, p, stretches)
         for (one, two), edge in piece.edges.items():
             link = whole.edge(start + one, start + two)
             _spend(link.spent, edge.spent, micro_batches)
-            _place(link.holds, edge.holds, p, piece.points, stretches)
+            _place(link.holds, edge.holds, p, stretches)
         for first, last, kind, nbytes in piece.once:
-            for span, times in _spans((first, last), p, piece.points, stretches):
+            for span, times in _spans((first, last), p, stretches):
                 whole.must_be(*span, kind, times * nbytes)
     return Joined(sketch=whole, starts=tuple(starts), stretches=tuple(stretches))
 
@@ -91,19 +91,14 @@ def _spend(whole: dict[str, Numbers], spent: Mapping[str, Numbers], micro_batche
         whole[when] = seconds if when == ONCE else micro_batches * seconds
 
 
-def _place(whole: dict[Key, Numbers], holds: Mapping[Key, Numbers], piece: int, points: int, stretches: list[Stretch]) -> None:
+def _place(whole: dict[Key, Numbers], holds: Mapping[Key, Numbers], piece: int, stretches: list[Stretch]) -> None:
     for (first, last, kind), nbytes in holds.items():
-        for span, times in _spans((first, last), piece, points, stretches):
+        for span, times in _spans((first, last), piece, stretches):
             whole[*span, kind] = whole.get((*span, kind), 0) + times * nbytes
 
 
-def _spans(
-    span: tuple[int, int], piece: int, points: int, stretches: list[Stretch]
-) -> Iterator[tuple[tuple[int, int], int]]:
+def _spans(span: tuple[int, int], piece: int, stretches: list[Stretch]) -> Iterator[tuple[tuple[int, int], int]]:
     """Where in the whole something of a piece is held, and how many of it."""
-    if span == (0, points - 1):
-        yield (0, stretches[-1].end), 1
-        return
     for stretch in stretches:
         runs = stretch.piece == piece
         if span == FLIGHT:

@@ -1,6 +1,6 @@
 """Who runs which micro-batch when: one forward, one backward; interleaved where a device has several pieces of the model.
 
-A model is cut into pieces; device group ("stage") s of S has the pieces s, S + s, 2 S + s and so on, `interleave` of them. It first
+A model is cut into pieces; stage s of S (some devices) has the pieces s, S + s, 2 S + s and so on, `interleave` of them. It first
 runs some forwards ("warm-up"), then a forward and a backward by turns, then the backwards that are left. With one piece each the
 warm-up is S - s - 1 micro-batches; with v it is 2 (S - s - 1) + (v - 1) S of a piece each, in rounds of S micro-batches a piece.
 

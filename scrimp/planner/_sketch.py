@@ -2,8 +2,8 @@
 
 Seconds are kept by when they are spent: with every micro-batch in the forward or in the backward, while its input or its gradient
 comes from another piece of the model, or once in a step. Bytes are held from point to point, or at two moments that are
-no points: by every micro-batch in flight but the one that is looked at (`FLIGHT`), and while other pieces of the device run (`AWAY`),
-where what is held at all points is held too.
+no points: by every micro-batch in flight but the one that is looked at (`FLIGHT`), and while other pieces of the device run
+(`AWAY`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class Sketch:
     def node(self, name: str, options: Sequence[str]) -> int:
         self.nodes.append(_Node(name=name, options=tuple(options)))
         return len(self.nodes) - 1
+
+    @property
+    def always(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """All the while, whatever runs."""
+        return (0, self.points - 1), AWAY
 
     def cost(self, node: int, seconds: Numbers, when: str = FORWARD) -> None:
         spent = self.nodes[node].spent

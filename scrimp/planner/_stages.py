@@ -169,10 +169,12 @@ class Planner:
 
     def _no_fit(self, cut: Cut | None) -> FitError:
         where = "" if cut is None else f", cut at the layers {', '.join(map(str, cut[1:-1]))}"
-        peak = "" if cut is None else f"the least peak of the worst stage is {format_nbytes(int(self._worst(cut)[0]))}{where}, and "
+        peak = (
+            "" if cut is None else f"the least peak of the worst stage is {format_nbytes(int(self._worst(cut)[0]))}{where}, and "
+        )
         return FitError(
             f"{self.setup.stages} stages of {self.setup.moves.mesh.size} devices and {self.setup.micro_batches} micro-batches: "
-            f"{peak}the budget is {format_nbytes(self.limit)} a device{'' if peak else ', and no cut was found that keeps to it'}; "
+            f"{peak}the budget is {format_nbytes(self.limit)} a device{'' if peak else ', and no cut keeps to it'}; "
             "give more devices, more micro-batches, or a smaller batch"
         )
 
@@ -187,4 +189,3 @@ def _moved(cut: Cut, worst: int, stages: int) -> list[Cut]:
             if k + 2 < len(cut):
                 found.append((*cut[: k + 1], cut[k + 1] - 1, *cut[k + 2 :]))
     return found
-

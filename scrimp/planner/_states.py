@@ -77,7 +77,13 @@ def levels(mesh: Mesh, precision: Precision) -> tuple[tuple[int, ...], ...]:
 
 
 def at_rest(
-    used: tuple[Used, ...], level: tuple[int, ...], costs: AxisWise, precision: Precision, rate: float, *, trained: bool = True,
+    used: tuple[Used, ...],
+    level: tuple[int, ...],
+    costs: AxisWise,
+    precision: Precision,
+    rate: float,
+    *,
+    trained: bool = True,
     accumulated: bool = False,
 ) -> AtRest:
     """`rate`: bytes a second of the device's memory. Gathered before the forward and before the backward; gradients reduced to

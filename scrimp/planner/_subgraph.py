@@ -9,8 +9,8 @@ from scrimp.capture._graph import Graph, Source, Value
 
 @dataclass(frozen=True, kw_only=True)
 class Relay:
-    """What an earlier piece makes and a later one uses passes through all between: `forward`, unless it is used here too and so is
-    there anyhow; `gradient`: one comes back the same way."""
+    """What an earlier piece makes and a later one uses passes through all between: `forward`, unless it is used here too and
+    so is there anyhow; `gradient`: one comes back the same way."""
 
     value: Value
     forward: bool
@@ -19,14 +19,14 @@ class Relay:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The layers from `first` to before `stop`. In `graph` they are counted from 0; an input of theirs that an earlier piece makes
-    is a source without a layer, by a name in `arrivals`. `departures`: outputs (layer, name) that later pieces use.
+    """The layers from `first` to before `stop`. In `graph` they are counted from 0; an input of theirs that an earlier piece
+    makes is a source without a layer, by a name in `arrivals`. `departures`: outputs (layer, name) that later pieces use.
     `relays`: what only passes through. `shared`: parameters that other pieces have too."""
 
     first: int
     stop: int
     graph: Graph
-    arrivals: frozenset[str]
+    arrivals: tuple[str, ...]
     departures: frozenset[tuple[int, str]]
     relays: tuple[Relay, ...] = ()
     shared: frozenset[str] = frozenset()
@@ -34,11 +34,10 @@ class Piece:
     @property
     def kind(self) -> tuple[object, ...]:
         """Pieces with the same are the same to plan: whatever they are called, and wherever they stand."""
-        names: dict[str, int] = {}
 
         def slot(source: Source) -> tuple[int | None, object]:
             outside = source.layer is None and source.name in self.arrivals
-            return source.layer, names.setdefault(source.name, len(names)) if outside else source.name
+            return source.layer, self.arrivals.index(source.name) if outside else source.name
 
         made = tuple((layer.graph, tuple(map(slot, layer.inputs))) for layer in self.graph.layers)
         shared = tuple(k for k, layer in enumerate(self.graph.layers) if any(name in self.shared for _, name in layer.parameters))
@@ -48,7 +47,8 @@ class Piece:
 
 def piece(graph: Graph, first: int, stop: int) -> Piece:
     inside = range(first, stop)
-    layers, arrivals, batch = [], set(), set()
+    layers, batch = [], set()
+    arrivals: dict[str, None] = {}  # in the order in which they are first used
     for layer in (graph.layers[k] for k in inside):
         inputs = []
         for source in layer.inputs:
@@ -59,12 +59,13 @@ def piece(graph: Graph, first: int, stop: int) -> Piece:
                 inputs.append(Source(layer=source.layer - first, name=source.name))
             else:
                 inputs.append(Source(layer=None, name=f"{source.layer}:{source.name}"))
-                arrivals.add(inputs[-1].name)
+                arrivals[inputs[-1].name] = None
         layers.append(replace(layer, inputs=tuple(inputs)))
     behind = {source for layer in graph.layers[stop:] for source in layer.inputs if source.layer is not None}
     departures = frozenset((source.layer - first, source.name) for source in behind if source.layer in inside)  # type: ignore[operator]
     passing = sorted(
-        (source for source in behind if source.layer is not None and source.layer < first), key=lambda each: (each.layer, each.name)
+        (source for source in behind if source.layer is not None and source.layer < first),
+        key=lambda each: (each.layer, each.name),
     )
     relays = [_relay(graph, source, f"{source.layer}:{source.name}" not in arrivals) for source in passing]
     mine = {name for k in inside for _, name in graph.layers[k].parameters}
@@ -73,7 +74,7 @@ def piece(graph: Graph, first: int, stop: int) -> Piece:
         first=first,
         stop=stop,
         graph=replace(graph, layers=tuple(layers), batch=tuple(value for value in graph.batch if value.name in batch)),
-        arrivals=frozenset(arrivals),
+        arrivals=tuple(arrivals),
         departures=departures,
         relays=tuple(relay for relay in relays if relay.forward or relay.gradient),
         shared=frozenset(mine & others),

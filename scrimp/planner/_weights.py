@@ -16,7 +16,14 @@ from scrimp.layout import Mesh
 from scrimp.move._dtypes import ITEMSIZE
 from scrimp.planner._options import Option
 from scrimp.planner._sketch import (
-    BACKWARD, FORWARD, GRADIENTS, ONCE, OPTIMIZER, PARAMETERS, TEMPORARIES, Numbers,
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    ONCE,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARIES,
+    Numbers,
 )  # fmt: skip
 from scrimp.planner._stack import Part
 from scrimp.planner._states import AtRest, Used, at_rest, levels
@@ -62,13 +69,13 @@ def draw_weights(problem: Assembly, k: int, part: Part) -> None:
             rate = problem.precision.reduced / problem.precision.states
             nbytes = rate * numbers(lambda each: each.state_nbytes)
             sketch.pair_cost(*pair, problem.outside.shared_seconds(nbytes), ONCE)
-        always = (0, sketch.points - 1)
         elements = part.count * sum(prod(model.values[name].shape) for name in names)
-        sketch.must_be(*always, PARAMETERS, elements * problem.precision.weight)
-        sketch.must_be(*always, GRADIENTS, trained * problem.precision.gradient)
-        sketch.must_be(*always, OPTIMIZER, trained * problem.precision.states)
-        for kind, of in _KINDS.items():
-            sketch.pair_hold(*pair, *always, kind, part.count * numbers(of).astype(np.int64))
+        for span in sketch.always:
+            sketch.must_be(*span, PARAMETERS, elements * problem.precision.weight)
+            sketch.must_be(*span, GRADIENTS, trained * problem.precision.gradient)
+            sketch.must_be(*span, OPTIMIZER, trained * problem.precision.states)
+            for kind, of in _KINDS.items():
+                sketch.pair_hold(*pair, *span, kind, part.count * numbers(of).astype(np.int64))
         spans = [span for name in names for use in model.uses[name] if use.group == group for span in use.spans]
         for backward in (False, True):
             used = [span for span in spans if (span[0] >= model.forward_ops) == backward]
