@@ -112,10 +112,10 @@ def schedules(stages: int | str, micro_batches: int | str, interleave: int, devi
     for each, count in found:
         if batch % count:
             fitting = [one for one in range(1, batch + 1) if batch % one == 0]
-            near = sorted(sorted(fitting, key=lambda one: abs(one - count))[:2])
+            near = {max(one for one in fitting if one < count), min((one for one in fitting if one > count), default=batch)}
             raise PlanError(
                 f"micro_batches={count}: the batch has {batch} rows, which {count} does not divide; "
-                f"take {' or '.join(map(str, near))}"
+                f"take {' or '.join(map(str, sorted(near)))}"
             )
         if interleave > 1 and count % each:
             raise PlanError(
