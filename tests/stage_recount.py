@@ -73,9 +73,7 @@ class Walk:
         behind = self._graph(k + 1)
         kinds = {value.name: value.kind for value in behind.values}
         inputs = [each for each in behind.inputs if kinds[each] == "border"]
-        at = next(
-            j for j, source in enumerate(self.graph.layers[k + 1].inputs) if (source.layer, source.name) == (k, output)
-        )
+        at = next(j for j, source in enumerate(self.graph.layers[k + 1].inputs) if (source.layer, source.name) == (k, output))
         return k + 1, dict(behind.gradients)[inputs[at]]
 
     def _walk(self) -> None:

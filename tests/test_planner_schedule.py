@@ -9,7 +9,19 @@ import pytest
 
 from scrimp.planner._schedule import Task, Work, scenes, simulate, tasks
 
-SHAPES = [(1, 1, 1), (1, 5, 1), (2, 1, 1), (2, 6, 1), (4, 3, 1), (4, 8, 1), (8, 16, 1), (2, 4, 2), (4, 8, 2), (4, 4, 3), (3, 9, 4)]
+SHAPES = [
+    (1, 1, 1),
+    (1, 5, 1),
+    (2, 1, 1),
+    (2, 6, 1),
+    (4, 3, 1),
+    (4, 8, 1),
+    (8, 16, 1),
+    (2, 4, 2),
+    (4, 8, 2),
+    (4, 4, 3),
+    (3, 9, 4),
+]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches", "interleave"), SHAPES)
