@@ -20,6 +20,14 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["format"] == "scrimp.plan"
 
 
+def test_stages_are_printed() -> None:
+    text = scrimp(
+        "plan", "gpt-tiny", "--cluster", "4xA100-80", "--batch", "8", "--keep", "--mesh", "x=2", "--stages", "2", "--micro-batches", "2"
+    ).output  # fmt: skip
+    assert "2 stages, 2 micro-batches, 1F1B; devices wait" in text
+    assert "stage 1" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -29,6 +37,8 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
         (["gpt-tiny", "--cluster", "8xH100", "--mesh", "x=16"], "16 devices"),
         (["gpt-tiny", "--cluster", "8xH100", "--mesh", "x=8", "--budget", "10KiB"], "KiB"),
         (["nothing:here", "--cluster", "8xH100"], "nothing:here"),
+        (["gpt-tiny", "--cluster", "8xH100", "--stages", "3"], "stages are equal parts"),
+        (["gpt-tiny", "--cluster", "8xH100", "--stages", "few"], "stages='few'"),
     ],
 )
 def test_what_cannot_be_planned_is_said(arguments: list[str], words: str) -> None:

@@ -16,6 +16,7 @@ from scrimp.planner import evaluate
 from scrimp.planner._devices import stage_cluster
 from scrimp.planner._micro import micro_batch, rows_of
 from scrimp.planner._model import PEAK
+from scrimp.planner._pipeline import schedules
 from scrimp.planner._stage import Setup, Stage
 from scrimp.planner._stages import Planner
 from scrimp.planner._states import accumulating, precision_of
@@ -110,7 +111,7 @@ def test_no_other_cut_has_a_smaller_peak() -> None:
 @pytest.mark.parametrize(("stages", "interleave"), [(2, 1), (4, 1), (2, 2), (2, 4)])
 def test_the_first_stage_keeps_what_megatron_says(stages: int, interleave: int) -> None:
     """Of equal stages it has as many layers' activations as the whole model of one micro-batch, times 1 + (p - 1) / (p v) where
-    pieces are interleaved. A layer of s * b * h elements keeps 32 bytes of each, split over the stage's devices, and statistics."""
+    pieces are interleaved. A layer of s * b * h elements keeps 32 bytes of each, split over the devices, and statistics."""
     shape: dict[str, object] = {"dim": 64, "heads": 2, "seq": 32, "vocab": 64, "tie": False}
     layers, micro_batches = 8, 2 * stages
     one = planner(stages, micro_batches, interleave, layers, shape)
@@ -162,6 +163,15 @@ def test_the_plan_says_its_schedule(tmp_path: Path) -> None:
     assert again.summary() == text
 
 
+def test_a_few_schedules_are_tried() -> None:
+    assert schedules("auto", "auto", 1, 4, 8) == [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8)]
+    assert schedules("auto", 8, 2, 12, 16) == [(2, 8), (4, 8)]
+    assert schedules(3, "auto", 2, 12, 12) == [(3, 3), (3, 6), (3, 12)]
+    with pytest.raises(PlanError, match="nothing fits a batch of 1 rows"):
+        schedules(2, "auto", 1, 4, 1)
+
+
+@pytest.mark.full
 def test_stages_are_chosen() -> None:
     told: list[str] = []
     found = plan(
