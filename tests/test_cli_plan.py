@@ -21,9 +21,8 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
 
 
 def test_stages_are_printed() -> None:
-    text = scrimp(
-        "plan", "gpt-tiny", "--cluster", "4xA100-80", "--batch", "8", "--keep", "--mesh", "x=2", "--stages", "2", "--micro-batches", "2"
-    ).output  # fmt: skip
+    where = ["--cluster", "4xA100-80", "--batch", "8", "--keep", "--mesh", "x=2"]
+    text = scrimp("plan", "gpt-tiny", *where, "--stages", "2", "--micro-batches", "2").output
     assert "2 stages, 2 micro-batches, 1F1B; devices wait" in text
     assert "stage 1" in text
 

@@ -227,5 +227,5 @@ def test_what_cannot_be_is_refused_with_reasons(settings: dict[str, object], wor
 
 def test_what_does_not_fit_is_said() -> None:
     for objective in ("memory", "time"):
-        with pytest.raises(FitError, match="2 stages of 2 devices and 4 micro-batches: .*the budget is 10.0 KiB"):
+        with pytest.raises(FitError, match=r"2 stages of 2 devices and 4 micro-batches: .*the budget is 10\.0 KiB"):
             planned(2, 4, objective=objective, budget="10KiB")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -78,7 +78,7 @@ def relaxed(works: list[Work], stages: int, micro_batches: int) -> float:
     for stage in range(stages):
         order = [(task.piece, task.micro, task.backward) for task in tasks(stage, stages, micro_batches, interleave)]
         start |= dict.fromkeys(order, 0.0)
-        rules += [(one, two, takes(one[0], one[2])) for one, two in zip(order, order[1:], strict=False)]
+        rules += [(one, two, takes(one[0], one[2])) for one, two in pairwise(order)]
     for piece, micro, backward in start:
         step = -1 if backward else 1
         to = piece + step
