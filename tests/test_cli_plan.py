@@ -30,6 +30,13 @@ def test_known_parallelisms_stand_beside_it() -> None:
     assert "tp-sp-dist-opt" not in rows
 
 
+def test_stages_are_printed() -> None:
+    where = ["--cluster", "4xA100-80", "--batch", "8", "--keep", "--mesh", "x=2"]
+    text = scrimp("plan", "gpt-tiny", *where, "--stages", "2", "--micro-batches", "2").output
+    assert "2 stages, 2 micro-batches, 1F1B; devices wait" in text
+    assert "stage 1" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -39,6 +46,8 @@ def test_known_parallelisms_stand_beside_it() -> None:
         (["gpt-tiny", "--cluster", "8xH100", "--mesh", "x=16"], "16 devices"),
         (["gpt-tiny", "--cluster", "8xH100", "--mesh", "x=8", "--budget", "10KiB"], "KiB"),
         (["nothing:here", "--cluster", "8xH100"], "nothing:here"),
+        (["gpt-tiny", "--cluster", "8xH100", "--stages", "3"], "stages are equal parts"),
+        (["gpt-tiny", "--cluster", "8xH100", "--stages", "few"], "stages='few'"),
     ],
 )
 def test_what_cannot_be_planned_is_said(arguments: list[str], words: str) -> None:

@@ -171,6 +171,9 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
     precision: Annotated[str, typer.Option(help="bf16, fp32, or megatron-bf16, which counts 18 bytes a parameter.")] = "bf16",
     keep: Annotated[bool, typer.Option("--keep", help="Keep all activations: recompute nothing, offload nothing.")] = False,
+    stages: Annotated[str, typer.Option(help="Pipeline stages: a number, or auto.")] = "1",
+    micro_batches: Annotated[str, typer.Option(help="Equal parts of the batch, one after the other: a number, or auto.")] = "1",
+    interleave: Annotated[int, typer.Option(help="Pieces of the model a stage.", min=1)] = 1,
     settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of the model, such as layers=32.")] = None,
     seconds: Annotated[float, typer.Option(help="For the search, at most.", min=1)] = 60.0,
     gap: Annotated[float, typer.Option(help="Good enough: so much above the best at most.", min=0, max=0.99)] = 0.01,
@@ -192,6 +195,7 @@ def plan(
     Examples
       scrimp plan gpt-tiny --cluster 8xA100-80 --batch 64
       scrimp plan gpt-tiny --set layers=32 --set dim=4096 --set heads=32 --cluster 32xA100-80 --mesh dp=4,tp=8
+      scrimp plan gpt-6b7 --cluster 32xA100-80 --batch 64 --stages 4 --micro-batches 8 --interleave 2
       scrimp plan llama-tiny --cluster 2x24GiB --objective time --budget 20GiB --out plan.json
       scrimp plan gpt-tiny --cluster 4xCPU --mesh x=4 --explain blocks.0.mlp.up.weight
       scrimp plan gpt-tiny --cluster 16xA100-80 --batch 64 --what-if "+10MiB" --what-if "-1 node"
@@ -200,8 +204,9 @@ def plan(
 
     _plan.make(
         console(), model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch, seq=seq, objective=objective,
-        optimizer=optimizer, precision=precision, keep=keep, settings=settings or [], seconds=seconds, gap=gap, out=out,
-        baselines=baselines, explain=explain or [], what_if=what_if or [],
+        optimizer=optimizer, precision=precision, keep=keep, stages=stages, micro_batches=micro_batches, interleave=interleave,
+        settings=settings or [], seconds=seconds, gap=gap, out=out, baselines=baselines, explain=explain or [],
+        what_if=what_if or [],
     )  # fmt: skip
 
 

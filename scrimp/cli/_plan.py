@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def make(
     console: Console, *, model: str, cluster: str, mesh: str | None, budget: str | None, batch: int, seq: int, objective: str,
-    optimizer: str, precision: str, keep: bool, settings: list[str], seconds: float, gap: float, out: Path | None,
-    explain: list[str], what_if: list[str], baselines: bool = False,
+    optimizer: str, precision: str, keep: bool, stages: str, micro_batches: str, interleave: int, settings: list[str],
+    seconds: float, gap: float, out: Path | None, explain: list[str], what_if: list[str], baselines: bool = False,
 ) -> None:  # fmt: skip
     for text in what_if:
         change_of(text)  # says what is wrong with it before the model is looked at
@@ -37,7 +37,8 @@ def make(
         warnings.simplefilter("always", PlanWarning)
         found = plan(
             made, inputs, known, mesh=mesh, budget=budget, objective=objective, optimizer=optimizer, precision=precision,
-            saving=(KEEP,) if keep else WAYS, seconds=seconds, gap=gap, progress=status.update,
+            saving=(KEEP,) if keep else WAYS, stages=_number(stages), micro_batches=_number(micro_batches), interleave=interleave,
+            seconds=seconds, gap=gap, progress=status.update,
         )  # fmt: skip
     for each in dict.fromkeys(str(warning.message) for warning in told if issubclass(warning.category, UserWarning)):
         typer.echo(f"warning: {each}", err=True)
@@ -72,6 +73,10 @@ def _what_if(console: Console, found: Plan, text: str, seconds: float, gap: floa
             return found.diff(found.what_if(text, seconds=seconds, gap=gap, progress=status.update)).text()
     except FitError as error:  # an answer too
         return f"it does not fit: {error}"
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _choices(found: Plan) -> Table:

@@ -12,16 +12,20 @@ from scrimp.planner._options import Option
 from scrimp.planner._placed import Placed
 from scrimp.planner._plan import Kind, Plan, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
 from scrimp.planner._problem import Problem
+from scrimp.planner._sketch import Sketch
 from scrimp.planner._solve import Solution
 from scrimp.planner._stack import Part
 from scrimp.planner._states import GRADIENTS, STATES, WEIGHTS, levels
 
 
 def memory_of(assembly: Assembly, solution: Solution) -> PlannedMemory:
-    devices, point = assembly.moves.mesh.size, solution.point
+    return memory_at(assembly.sketch, assembly.moves.mesh.size, solution, assembly.sketch.where[solution.point])
+
+
+def memory_at(sketch: Sketch, devices: int, solution: Solution, where: str) -> PlannedMemory:
     once: dict[str, int] = {}
-    for first, last, kind, nbytes in assembly.sketch.once:
-        if first <= point <= last:
+    for first, last, kind, nbytes in sketch.once:
+        if first <= solution.point <= last:
             once[kind] = once.get(kind, 0) + nbytes
     return PlannedMemory(
         peak_nbytes=solution.peak_nbytes,
@@ -30,7 +34,7 @@ def memory_of(assembly: Assembly, solution: Solution) -> PlannedMemory:
             for kind, nbytes in solution.kinds
             if nbytes
         ),
-        where=assembly.sketch.where[point],
+        where=where,
     )
 
 

@@ -12,7 +12,7 @@ layers is always kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,14 +24,13 @@ from scrimp.move._dtypes import ITEMSIZE
 from scrimp.planner._layer import LayerModel, Use
 from scrimp.planner._moves import Moves
 from scrimp.planner._options import Option
+from scrimp.planner._outside import NOWHERE, Outside, draw_outside
 from scrimp.planner._placed import Placed
-from scrimp.planner._sketch import Numbers, Sketch
+from scrimp.planner._sketch import ACTIVATIONS, BACKWARD, BUFFERS, FLIGHT, FORWARD, TEMPORARIES, Numbers, Sketch
 from scrimp.planner._stack import Part, names_of_points
-from scrimp.planner._states import AtRest, Precision, Used, at_rest, levels
+from scrimp.planner._states import Precision
 from scrimp.planner._ways import KEEP, OFFLOAD, RECOMPUTE, WAYS, Ways
-
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-ACTIVATIONS, TEMPORARIES, BUFFERS = "activations", "temporaries", "buffers"
+from scrimp.planner._weights import draw_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +51,16 @@ class Reader:
 
 
 class Assembly:
-    """`nodes`: of each part and group; `rest`: of the weights of each part and group. `alone`: nothing is moved, and of each kind
-    of what is at rest there is as little as can be. No plan can be below that, and there are no edges in it."""
+    """`nodes`: of each part and group; `rest`: of the weights of each part and group. `outside`: the rest of the model, where
+    this is a piece of it. `accumulated`: gradients are summed over micro-batches. `alone`: nothing is moved, and of each kind of
+    what is at rest there is as little as can be. No plan can be below that, and there are no edges in it."""
 
     def __init__(
         self, graph: Graph, parts: Sequence[Part], moves: Moves, precision: Precision, rates: Rates, ways: Sequence[str] = WAYS,
-        *, alone: bool = False,
+        *, outside: Outside = NOWHERE, accumulated: bool = False, alone: bool = False,
     ) -> None:  # fmt: skip
         self.graph, self.parts, self.moves, self.alone = graph, parts, moves, alone
-        self.precision, self.rates = precision, rates
+        self.precision, self.rates, self.outside, self.accumulated = precision, rates, outside, accumulated
         self.part_of = {layer: k for k, part in enumerate(parts) for layer in range(part.first, part.first + part.count)}
         self.sketch = Sketch(names_of_points(graph, parts))
         self.ways: dict[tuple[int, int], Ways] = {}
@@ -73,14 +73,19 @@ class Assembly:
                 here = self.ways[k, g] = Ways(_open(part.model, g, ways))
                 names = [f"{words(moves.mesh, option)} {way}" for option in options for way in here.names]
                 self.nodes[k, g] = self.sketch.node(f"{path}/{group.name}", names)
-                seconds = np.array(here.spread([option.seconds for option in options]))
-                again = here.only(RECOMPUTE, np.array([option.again_seconds for option in options]))
-                self.sketch.cost(self.nodes[k, g], part.count * (seconds + again))
+                ahead = np.array([option.again_seconds for option in options])
+                behind = np.array([option.seconds for option in options]) - ahead
+                self.sketch.cost(self.nodes[k, g], part.count * here.repeat(ahead), FORWARD)
+                again = here.only(RECOMPUTE, ahead)
+                self.sketch.cost(self.nodes[k, g], part.count * (here.repeat(behind) + again), BACKWARD)
+        self.inputs: dict[int, int] = {}  # nodes of what comes from outside, by its place in `outside.arrivals`
+        self.tangents: dict[tuple[int, str], int] = {}  # and of gradients that do, by the output
         self.owners: dict[str, tuple[int, str]] = {}  # of weights in the model: the first part that uses it, and as what
         for k, part in enumerate(parts):
             self._inside(k, part)
             self._borders(k, part)
-            self._weights(k, part)
+            draw_weights(self, k, part)
+        draw_outside(self)
 
     # Values that stay in their layer.
 
@@ -96,7 +101,7 @@ class Assembly:
                 self._hold(k, root, part.point(first), part.point(last))
                 if last < model.forward_ops:  # made again it is there again
                     group = model.makers[root]
-                    nbytes = self.ways[k, group].only(RECOMPUTE, self._nbytes(model, group, root))
+                    nbytes = self.ways[k, group].only(RECOMPUTE, self.nbytes(model, group, root))
                     self.sketch.hold(self.nodes[k, group], part.again, part.again, TEMPORARIES, nbytes)
         for name, uses in model.uses.items():
             if name in model.makers and name not in leaving:
@@ -107,38 +112,44 @@ class Assembly:
         """One layer's from when it is made to when it was last used; the others', if it is saved, all the while."""
         part = self.parts[k]
         group = part.model.makers[root]
-        nbytes = self.ways[k, group].repeat(self._nbytes(part.model, group, root))
-        saved = first < self._turn <= last
+        nbytes = self.ways[k, group].repeat(self.nbytes(part.model, group, root))
+        saved = first < self.turn <= last
         kind = ACTIVATIONS if saved else TEMPORARIES
-        whole = _whole_nbytes(part.model.values[root])
+        whole = whole_nbytes(part.model.values[root])
         self.sketch.hold(self.nodes[k, group], first, last, kind, nbytes)
         self.sketch.must_be(first, last, kind, whole)
         if saved and part.count > 1:
             self.sketch.hold(self.nodes[k, group], *part.span, kind, (part.count - 1) * nbytes)
             self.sketch.must_be(*part.span, kind, (part.count - 1) * whole)
+        if saved:
+            self.sketch.hold(self.nodes[k, group], *FLIGHT, kind, part.count * nbytes)
+            self.sketch.must_be(*FLIGHT, kind, part.count * whole)
 
     def _save(self, k: int, root: str) -> None:
         """What stays in its layer, and is used in the forward and in the backward."""
         part, model = self.parts[k], self.parts[k].model
         group = model.makers[root]
-        node, here, nbytes = self.nodes[k, group], self.ways[k, group], self._nbytes(model, group, root)
+        node, here, nbytes = self.nodes[k, group], self.ways[k, group], self.nbytes(model, group, root)
         used, (first, last) = model.reads[root], model.lives[root]
         ahead = max([first, *(op for op in used if op < model.forward_ops)])
         behind = min(op for op in used if op >= model.forward_ops)
         kept = here.only(KEEP, nbytes)
         self.sketch.hold(node, part.point(first), part.point(last), ACTIVATIONS, kept)
         self.sketch.hold(node, *part.span, ACTIVATIONS, (part.count - 1) * kept)
+        self.sketch.hold(node, *FLIGHT, ACTIVATIONS, part.count * kept)
         for way, back in ((RECOMPUTE, part.again), (OFFLOAD, part.point(behind))):
             gone = here.only(way, nbytes)
             self.sketch.hold(node, part.point(first), part.point(ahead), TEMPORARIES, gone)
             self.sketch.hold(node, back, part.point(last), ACTIVATIONS, gone)
-        self.sketch.cost(node, 2 * part.count * here.only(OFFLOAD, nbytes) / self.rates.host_link)
-        whole = _whole_nbytes(model.values[root])
+        for when in (FORWARD, BACKWARD):
+            self.sketch.cost(node, part.count * here.only(OFFLOAD, nbytes) / self.rates.host_link, when)
+        whole = whole_nbytes(model.values[root])
         self.sketch.must_be(part.point(first), part.point(last), ACTIVATIONS, whole)
         self.sketch.must_be(*part.span, ACTIVATIONS, (part.count - 1) * whole)
+        self.sketch.must_be(*FLIGHT, ACTIVATIONS, part.count * whole)
 
     @property
-    def _turn(self) -> int:
+    def turn(self) -> int:
         """The first point of the backward."""
         return self.parts[-1].forward + self.parts[-1].model.forward_ops
 
@@ -173,13 +184,15 @@ class Assembly:
                 last = max([last, *(before.point(span[1]) for span in spans)])
             self._hold(k, root, first, last)
         for name, source in inputs.items():
-            if source.layer is None and name in model.uses:
+            if source.layer is None and name in model.uses and source.name not in self.outside.arrivals:
                 group = model.uses[name][0].group
-                nbytes = [self._numel(option.needed[name]) for option in model.options[group]]
+                nbytes = [self.numel(option.needed[name]) for option in model.options[group]]
                 itemsize = ITEMSIZE[model.values[name].dtype]
-                always = (0, self.sketch.points - 1)
-                self.sketch.hold(self.nodes[k, group], *always, BUFFERS, itemsize * np.array(self.ways[k, group].spread(nbytes)))
-                self.sketch.must_be(*always, BUFFERS, _whole_nbytes(model.values[name]))
+                for span in ((0, self.sketch.points - 1), FLIGHT):
+                    self.sketch.hold(
+                        self.nodes[k, group], *span, BUFFERS, itemsize * np.array(self.ways[k, group].spread(nbytes))
+                    )
+                    self.sketch.must_be(*span, BUFFERS, whole_nbytes(model.values[name]))
 
     def _readers(self, k: int, output: str) -> Iterator[Reader]:
         """Groups of later layers that use an output of this part; of those in the part itself, all but the last use the
@@ -216,40 +229,52 @@ class Assembly:
 
     def _moved(self, maker: int, name: str, user: int, use: Use, as_name: str, copies: int) -> None:
         """What a group made, for a group that uses it, under the name it has there."""
-        one, other = self.parts[maker].model, self.parts[user].model
+        one = self.parts[maker].model
         if self.alone or name not in one.makers:
             return
         group = one.makers[name]
         made = self.ways[maker, group].spread([option.made[name] for option in one.options[group]])
-        needed = self.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
-        a, b = self.nodes[maker, group], self.nodes[user, use.group]
-        seconds, nbytes = self._tables(made, needed, ITEMSIZE[one.values[name].dtype])
-        self.sketch.pair_cost(a, b, copies * len(use.spans) * seconds)
-        part = self.parts[user]
-        for first, last in use.spans:
-            self.sketch.pair_hold(a, b, part.point(first), part.point(last), TEMPORARIES, nbytes)
-        if use.forward is None or RECOMPUTE not in self.ways[user, use.group].names:
+        a, b, part = self.nodes[maker, group], self.nodes[user, use.group], self.parts[user]
+        again = self.used(a, made, user, use, as_name, copies)
+        if again is None or use.forward is None:
             return
-        # Its user's forward runs again: it is moved once more, and must still be there, or be made again too.
-        again = self.ways[user, use.group].mask(RECOMPUTE, len(other.options[use.group]))[None, :]
-        self.sketch.pair_cost(a, b, copies * seconds * again)
-        self.sketch.pair_hold(a, b, part.again, part.again, TEMPORARIES, nbytes * again)
         root = one.values[name].storage
         if root not in one.lives:
             return  # a view of what came from elsewhere
         inside = name not in one.graph.outputs
         if not self._is_kept(maker, name, user, as_name):
-            there = self.ways[maker, group].repeat(self._nbytes(one, group, name))[:, None]
+            there = self.ways[maker, group].repeat(self.nbytes(one, group, name))[:, None]
             if inside:
                 there = there * ~self.ways[maker, group].mask(RECOMPUTE, len(one.options[group]))[:, None]
             self.sketch.pair_hold(a, b, part.point(use.forward[1]), part.again, ACTIVATIONS, there * again)
             self.sketch.pair_hold(a, b, *part.span, ACTIVATIONS, (part.count - 1) * there * again)
+            self.sketch.pair_hold(a, b, *FLIGHT, ACTIVATIONS, part.count * there * again)
         elif inside:  # what was sent to the host comes back for it, earlier than for its own backward
-            back = self.ways[maker, group].only(OFFLOAD, self._nbytes(one, group, name))[:, None] * again
+            back = self.ways[maker, group].only(OFFLOAD, self.nbytes(one, group, name))[:, None] * again
             first = min(op for op in one.reads[root] if op >= one.forward_ops)
             self.sketch.pair_hold(a, b, part.again, part.point(first) - 1, ACTIVATIONS, back)
 
-    def _tables(self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int) -> tuple[Numbers, Numbers]:
+    def used(self, node: int, made: Sequence[Placed], user: int, use: Use, name: str, copies: int) -> Numbers | None:
+        """What a node has, by its options, for a group that uses it: the moves, and the copies while they are used. Where the
+        group's forward runs again it is moved once more, and must still be there, or be made again too: by which of the group's
+        options, if by any."""
+        part, ways = self.parts[user], self.ways[user, use.group]
+        options = part.model.options[use.group]
+        needed = ways.spread([option.needed[name] for option in options])
+        seconds, nbytes = self.tables(made, needed, ITEMSIZE[part.model.values[name].dtype])
+        pair = (node, self.nodes[user, use.group])
+        for span, when in ((use.forward, FORWARD), (use.backward, BACKWARD)):
+            if span is not None:
+                self.sketch.pair_cost(*pair, copies * seconds, when)
+                self.sketch.pair_hold(*pair, part.point(span[0]), part.point(span[1]), TEMPORARIES, nbytes)
+        if use.forward is None or RECOMPUTE not in ways.names:
+            return None
+        again = ways.mask(RECOMPUTE, len(options))[None, :]
+        self.sketch.pair_cost(*pair, copies * seconds * again, BACKWARD)
+        self.sketch.pair_hold(*pair, part.again, part.again, TEMPORARIES, nbytes * again)
+        return again
+
+    def tables(self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int) -> tuple[Numbers, Numbers]:
         """Seconds of moves, and bytes of the copies."""
         seconds = _table(made, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
         return seconds, _table(made, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
@@ -261,104 +286,15 @@ class Assembly:
             return any(use.backward is not None for use in self.parts[user].model.uses[as_name])
         return model.lives[model.values[name].storage][1] >= model.forward_ops
 
-    # Weights.
-
-    def _weights(self, k: int, part: Part) -> None:
-        model = part.model
-        gradients = dict(model.graph.gradients)
-        by_group: dict[int, list[str]] = {}
-        named = dict(self.graph.layers[part.first].parameters)
-        for name in model.weights:
-            owner = self.owners.setdefault(named[name], (k, name))
-            if owner == (k, name):
-                by_group.setdefault(model.uses[name][0].group, []).append(name)
-            else:
-                self._tied(*owner, k, name)
-        choices, always = levels(self.moves.mesh, self.precision), (0, self.sketch.points - 1)
-        for group, names in by_group.items():
-            elements = part.count * sum(prod(model.values[name].shape) for name in names)
-            trained = part.count * sum(prod(model.values[name].shape) for name in names if name in gradients)
-            self.sketch.must_be(*always, PARAMETERS, elements * self.precision.weight)
-            self.sketch.must_be(*always, GRADIENTS, trained * self.precision.gradient)
-            self.sketch.must_be(*always, OPTIMIZER, trained * self.precision.states)
-            if self.alone:
-                level = (max(max(level) for level in choices),) * len(self.moves.mesh.axes)
-                least = self.ways[k, group].spread([self._at_rest(o, names, gradients, level) for o in model.options[group]])
-                for kind, of in _KINDS.items():
-                    self.sketch.hold(
-                        self.nodes[k, group], *always, kind, part.count * np.array([int(of(each)) for each in least])
-                    )
-                continue
-            node = self.sketch.node(
-                f"{self.graph.layers[part.first].path}/{model.groups[group].name}/weights",
-                [_level_words(self.moves.mesh, c) for c in choices],
-            )
-            self.rest[k, group] = node
-            here = self.ways[k, group]
-            found = here.spread(
-                [[self._at_rest(option, names, gradients, level) for level in choices] for option in model.options[group]]
-            )
-            pair = (self.nodes[k, group], node)
-
-            def numbers(of: Callable[[AtRest], float], found: list[list[AtRest]] = found) -> Numbers:
-                return np.array([[of(each) for each in row] for row in found])
-
-            self.sketch.pair_cost(*pair, part.count * numbers(lambda each: each.seconds))
-            again = here.mask(RECOMPUTE, len(model.options[group]))[:, None]
-            self.sketch.pair_cost(*pair, part.count * numbers(lambda each: each.gather_seconds) * again)
-            for kind, of in _KINDS.items():
-                self.sketch.pair_hold(*pair, *always, kind, part.count * numbers(of).astype(np.int64))
-            spans = [span for name in names for use in model.uses[name] if use.group == group for span in use.spans]
-            for backward in (False, True):
-                used = [span for span in spans if (span[0] >= model.forward_ops) == backward]
-                if used:
-                    first, last = min(s[0] for s in used), max(s[1] for s in used)
-                    gathered = numbers(lambda each: each.gathered_nbytes).astype(np.int64)
-                    self.sketch.pair_hold(*pair, part.point(first), part.point(last), TEMPORARIES, gathered)
-
-    def _tied(self, owner: int, name: str, user: int, as_name: str) -> None:
-        """A weight that an earlier part has: it is moved to where it is used again, and its gradient back."""
-        if self.alone:
-            return
-        one, other = self.parts[owner].model, self.parts[user].model
-        first = one.uses[name][0].group
-        there = self.ways[owner, first].spread([option.needed[name] for option in one.options[first]])
-        for use in other.uses[as_name]:
-            needed = self.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
-            pair = (self.nodes[owner, first], self.nodes[user, use.group])
-            seconds, nbytes = self._tables(there, needed, ITEMSIZE[one.values[name].dtype])
-            self.sketch.pair_cost(*pair, (len(use.spans) + 1) * seconds)
-            for first_op, last_op in use.spans:
-                part = self.parts[user]
-                self.sketch.pair_hold(*pair, part.point(first_op), part.point(last_op), TEMPORARIES, nbytes)
-
-    def _at_rest(self, option: Option, names: Sequence[str], gradients: Mapping[str, str], level: tuple[int, ...]) -> AtRest:
-        used = []
-        for name in names:
-            place = option.needed[name]
-            gradient = option.made.get(gradients.get(name, ""))
-            same = tuple(axis for axis in self.moves.mesh.names if axis not in place.axes)
-            summed = gradient.partial if gradient is not None else ()
-            used.append(Used(numel=self._numel(place), same=same, summed=summed))
-        trained = any(name in gradients for name in names)
-        return at_rest(tuple(used), level, self.moves.costs, self.precision, self.rates.memory, trained=trained)
-
-    def _nbytes(self, model: LayerModel, group: int, name: str) -> Numbers:
+    def nbytes(self, model: LayerModel, group: int, name: str) -> Numbers:
         itemsize = ITEMSIZE[model.values[name].dtype]
-        return itemsize * np.array([self._numel(option.made[name]) for option in model.options[group]])
+        return itemsize * np.array([self.numel(option.made[name]) for option in model.options[group]])
 
-    def _numel(self, place: Placed) -> int:
+    def numel(self, place: Placed) -> int:
         return place.numel(self.moves.sizes)
 
 
-_KINDS: dict[str, Callable[[AtRest], float]] = {
-    PARAMETERS: lambda each: each.weight_nbytes,
-    GRADIENTS: lambda each: each.gradient_nbytes,
-    OPTIMIZER: lambda each: each.state_nbytes,
-}
-
-
-def _whole_nbytes(value: Value) -> int:
+def whole_nbytes(value: Value) -> int:
     """Of all devices together, held once."""
     return prod(value.shape) * ITEMSIZE[value.dtype]
 
@@ -387,7 +323,3 @@ def _table(made: Sequence[Placed], needed: Sequence[Placed], of: Callable[[Place
 def words(mesh: Mesh, option: Option) -> str:
     """The atom of each axis, as a text."""
     return " ".join(f"{axis}:{'-' if atom is None else atom}" for axis, atom in zip(mesh.names, option.split, strict=True))
-
-
-def _level_words(mesh: Mesh, level: tuple[int, ...]) -> str:
-    return " ".join(f"{axis}:{value}" for axis, value in zip(mesh.names, level, strict=True))

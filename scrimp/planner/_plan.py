@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +106,52 @@ class PlannedLayers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """`pieces`: of the model's layers, each from one to before another. `in_flight`: forwards through a piece whose backward is
+    still to come, at the most. `received`: layouts of what comes from other stages: "input" and "gradient" of an output, by the
+    number of the layer that has it. `memory`: of one of its devices. `seconds`: that it works in a step, without waiting."""
+
+    pieces: tuple[tuple[int, int], ...]
+    in_flight: int
+    received: tuple[tuple[str, str], ...]
+    memory: PlannedMemory
+    seconds: float
+    asked: Any = field(default=None, compare=False, repr=False)  # the stage and its answer, where it was planned just now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One forward, one backward: interleaved if stages have more than one piece. `bubble`: the share of a step in which a device
+    waits, on average."""
+
+    micro_batches: int
+    stages: tuple[PlannedStage, ...]
+    bubble: float
+
+    @property
+    def interleave(self) -> int:
+        return len(self.stages[0].pieces)
+
+    def lines(self) -> list[str]:
+        """To read."""
+        if len(self.stages) == 1:
+            return [f"schedule  {self.micro_batches} micro-batches one after the other, their gradients summed up"]
+        how = "1F1B" if self.interleave == 1 else f"1F1B, interleaved: {self.interleave} pieces a stage"
+        lines = [
+            f"schedule  {len(self.stages)} stages, {self.micro_batches} micro-batches, {how}; devices wait {self.bubble:.1%}"
+        ]
+        for k, stage in enumerate(self.stages):
+            layers = ", ".join(f"{first} to {stop - 1}" if stop - first > 1 else f"{first}" for first, stop in stage.pieces)
+            peak = format_nbytes(stage.memory.peak_nbytes)
+            lines.append(f"  stage {k:<4}layers {layers}; {stage.in_flight} in flight; peak {peak}; works {stage.seconds:.4g} s")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """`gap`: by how much at most what was asked to be least could be less (the peak, the redundant bytes, or the seconds), as a
-    part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that."""
+    part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that. With a `schedule` the mesh is that
+    of a stage, and `memory` that of the stage with the largest peak."""
 
     mesh: Mesh
     cluster: str
@@ -122,11 +165,13 @@ class Plan:
     layers: tuple[PlannedLayers, ...]
     spent_seconds: float = 0.0
     whole: tuple[KeptWhole, ...] = ()
+    schedule: Schedule | None = None
     asked: Any = field(default=None, compare=False, repr=False)  # the problem and its answer, where it was planned just now
 
     def summary(self) -> str:
         lines = [
-            f"mesh      {self.mesh}",
+            f"mesh      {self.mesh}{' of each stage' if self.schedule and len(self.schedule.stages) > 1 else ''}",
+            *(self.schedule.lines() if self.schedule else []),
             f"peak      {format_nbytes(self.memory.peak_nbytes)} a device, at {self.memory.where}; "
             f"{format_nbytes(self.memory.floor_nbytes)} if every byte were there once",
         ]
@@ -169,8 +214,15 @@ class Plan:
         return cls.from_json(Path(path).read_text())
 
     def to_json(self) -> str:
-        data = {name: value for name, value in asdict(self).items() if name not in ("mesh", "asked")}
+        data = {name: value for name, value in asdict(self._bare()).items() if name not in ("mesh", "asked")}
         return json.dumps({"format": FORMAT, "version": VERSION, "mesh": str(self.mesh), **data})
+
+    def _bare(self) -> Plan:
+        """Without what only this process knows."""
+        schedule = self.schedule
+        if schedule is not None:
+            schedule = replace(schedule, stages=tuple(replace(stage, asked=None) for stage in schedule.stages))
+        return replace(self, asked=None, schedule=schedule)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -180,12 +232,11 @@ class Plan:
             raise PlanError(f"this is no plan as scrimp writes it: {error}") from error
         check_format(data, FORMAT, VERSION, PlanError)
         del data["format"], data["version"]
-        memory = data.pop("memory")
+        schedule = data.pop("schedule", None)
         return cls(
             mesh=Mesh.parse(data.pop("mesh")),
-            memory=PlannedMemory(
-                peak_nbytes=memory["peak_nbytes"], where=memory["where"], kinds=tuple(Kind(**kind) for kind in memory["kinds"])
-            ),
+            memory=_memory(data.pop("memory")),
+            schedule=None if schedule is None else _schedule(schedule),
             layers=tuple(_layers(layer) for layer in data.pop("layers")),
             whole=tuple(KeptWhole(**each) for each in data.pop("whole")),
             **data,
@@ -194,6 +245,29 @@ class Plan:
 
 def _star(axes: tuple[str, ...]) -> str:
     return "*".join(axes)
+
+
+def _memory(data: Mapping[str, Any]) -> PlannedMemory:
+    return PlannedMemory(
+        peak_nbytes=data["peak_nbytes"], where=data["where"], kinds=tuple(Kind(**kind) for kind in data["kinds"])
+    )
+
+
+def _schedule(data: Mapping[str, Any]) -> Schedule:
+    return Schedule(
+        micro_batches=data["micro_batches"],
+        bubble=data["bubble"],
+        stages=tuple(
+            PlannedStage(
+                pieces=tuple((first, stop) for first, stop in stage["pieces"]),
+                in_flight=stage["in_flight"],
+                received=tuple((name, layout) for name, layout in stage["received"]),
+                memory=_memory(stage["memory"]),
+                seconds=stage["seconds"],
+            )
+            for stage in data["stages"]
+        ),
+    )
 
 
 def _layers(data: Mapping[str, Any]) -> PlannedLayers:

@@ -7,7 +7,7 @@ what is known as ZeRO 1, 2 and 3 are these numbers; here every group has its own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -59,14 +59,15 @@ class Used:
 @dataclass(frozen=True, kw_only=True)
 class AtRest:
     """Of a group's weights, on a device. `gathered_nbytes`: while they are used, if they are shared out; `gather_seconds`: of
-    gathering them once more."""
+    gathering them once; `reduce_seconds`: of bringing a micro-batch's gradient to where it is kept; `seconds`: once in a step."""
 
     weight_nbytes: int
     gradient_nbytes: int
     state_nbytes: int
     gathered_nbytes: int
-    seconds: float
     gather_seconds: float
+    reduce_seconds: float
+    seconds: float
 
 
 def levels(mesh: Mesh, precision: Precision) -> tuple[tuple[int, ...], ...]:
@@ -76,15 +77,23 @@ def levels(mesh: Mesh, precision: Precision) -> tuple[tuple[int, ...], ...]:
 
 
 def at_rest(
-    used: tuple[Used, ...], level: tuple[int, ...], costs: AxisWise, precision: Precision, rate: float, *, trained: bool = True
+    used: tuple[Used, ...],
+    level: tuple[int, ...],
+    costs: AxisWise,
+    precision: Precision,
+    rate: float,
+    *,
+    trained: bool = True,
+    accumulated: bool = False,
 ) -> AtRest:
     """`rate`: bytes a second of the device's memory. Gathered before the forward and before the backward; gradients reduced to
-    where the states are; weights that are not shared out gathered after the update."""
+    where the states are, at once, or, if they are `accumulated` over micro-batches, first to where the sum is kept; weights that
+    are not shared out gathered after the update."""
     mesh = costs.mesh
     chosen = dict(zip(mesh.names, level, strict=True))
     sizes = dict(mesh.axes)
     weight = gradient = state = gathered = 0
-    seconds = gather_seconds = 0.0
+    seconds = gather_seconds = reduce_seconds = 0.0
     for one in used:
         over = {least: tuple(axis for axis in one.same if chosen[axis] >= least) for least in (STATES, GRADIENTS, WEIGHTS)}
         share = {least: -(-one.numel // prod(sizes[axis] for axis in axes)) for least, axes in over.items()}
@@ -97,11 +106,24 @@ def at_rest(
             continue
         gradient += share[GRADIENTS] * precision.gradient
         state += share[STATES] * precision.states
-        parts = Layout(dims=((),), partial=one.summed)
-        seconds += costs.seconds(one.numel * precision.reduced, parts, Layout(dims=(over[STATES],)))
+        kept = over[GRADIENTS] if accumulated else ()
+        first = tuple(axis for axis in one.summed if axis in kept)
+        reduce_seconds += costs.seconds(one.numel * precision.reduced, _parts(first), Layout(dims=(kept,)))
+        rest = tuple(axis for axis in one.summed if axis not in kept)
+        last = Layout(dims=(tuple(axis for axis in over[STATES] if axis not in kept),))
+        seconds += costs.seconds(one.numel * precision.reduced / prod(sizes[axis] for axis in kept), _parts(rest), last)
         seconds += costs.seconds(one.numel * precision.weight, Layout(dims=(over[STATES],)), shared)
         seconds += share[STATES] * UPDATE_NBYTES / rate
     return AtRest(
         weight_nbytes=weight, gradient_nbytes=gradient, state_nbytes=state, gathered_nbytes=gathered,
-        seconds=seconds + (2 if trained else 1) * gather_seconds, gather_seconds=gather_seconds,
+        gather_seconds=gather_seconds, reduce_seconds=reduce_seconds, seconds=seconds,
     )  # fmt: skip
+
+
+def _parts(partial: tuple[str, ...]) -> Layout:
+    return Layout(dims=((),), partial=partial)
+
+
+def accumulating(precision: Precision) -> Precision:
+    """With more than one micro-batch the weights are needed after the first gradients: those have bytes of their own."""
+    return replace(precision, gradient=precision.gradient or precision.reduced)

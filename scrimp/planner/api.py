@@ -21,13 +21,16 @@ from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner._answer import layers_of, memory_of
 from scrimp.planner._assemble import Assembly
-from scrimp.planner._layers import Layers
+from scrimp.planner._devices import stage_cluster
+from scrimp.planner._layers import Layers, OnMesh
+from scrimp.planner._micro import micro_batch, rows_of
 from scrimp.planner._near import Ask, best_on
+from scrimp.planner._pipeline import schedules, staged_plan
 from scrimp.planner._plan import Plan
 from scrimp.planner._problem import Problem
 from scrimp.planner._question import batch_that_no_axis_divides, check_question
 from scrimp.planner._solve import MEMORY, Solution
-from scrimp.planner._states import Precision, precision_of
+from scrimp.planner._states import Precision, accumulating, precision_of
 from scrimp.planner._ways import WAYS
 from scrimp.planner._whole import costs_of_whole
 
@@ -57,6 +60,9 @@ def plan(
     optimizer: str = "adamw",
     precision: str = "bf16",
     saving: Sequence[str] = WAYS,
+    stages: int | str = 1,
+    micro_batches: int | str = 1,
+    interleave: int = 1,
     seconds: float = 60.0,
     gap: float = 0.01,
     progress: Say | None = None,
@@ -68,6 +74,10 @@ def plan(
 
     `saving`: what may become of what the forward saves for the backward: "keep", "recompute", "offload".
 
+    `stages`: the devices in so many equal parts, each with some of the layers, one after the other; the mesh is then that of a
+    stage. `micro_batches`: equal parts of the batch, whose gradients are summed up. Of both "auto" tries a few. `interleave`: so
+    many pieces of the model a stage, which makes devices wait less and hold more.
+
     `seconds` and `gap`: when the search is good enough. `progress` is told what is being done, and how far the search is."""
     start, say = time.perf_counter(), progress or (lambda words: None)
     check_question(
@@ -77,17 +87,65 @@ def plan(
     numbers = precision_of(precision, optimizer)
     assert numbers is not None  # both names are known
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    _meshes(cluster, mesh), limit_of(cluster, budget)  # say what is wrong before anything takes long
-    say("capturing the model")
-    graph = captured(model, example_inputs, numbers)
-    made = plan_graph(
-        graph, cluster, numbers, optimizer, mesh=mesh, budget=budget, objective=objective, saving=saving,
-        seconds=seconds - (time.perf_counter() - start), gap=gap, progress=progress,
-    )  # fmt: skip
-    uneven = batch_that_no_axis_divides(graph, made.mesh)
+    limit_of(cluster, budget)  # says what is wrong before anything takes long
+    devices = 1 if cluster.hardware is None else cluster.hardware.devices
+    tries = schedules(stages, micro_batches, interleave, devices, rows_of(example_inputs))
+    for count in dict.fromkeys(count for count, _ in tries):
+        _meshes(stage_cluster(cluster, count)[0] if count > 1 else cluster, mesh)
+    graphs: dict[int, Graph] = {}
+    found: list[Plan] = []
+    troubles: list[FitError] = []
+    for k, (count, micro) in enumerate(tries):
+        if micro not in graphs:
+            say("capturing the model")
+            graphs[micro] = captured(model, micro_batch(example_inputs, micro), numbers)
+        settings: dict[str, Any] = {
+            "mesh": mesh, "budget": budget, "objective": objective, "saving": saving, "gap": gap, "progress": progress,
+            "seconds": (seconds - (time.perf_counter() - start)) / (len(tries) - k),
+        }  # fmt: skip
+        try:
+            if count == micro == 1:
+                found.append(plan_graph(graphs[1], cluster, numbers, optimizer, **settings))
+            else:
+                found.append(_staged(graphs[micro], cluster, numbers, optimizer, (count, micro, interleave), **settings))
+        except FitError as error:
+            troubles.append(error)
+    if not found:
+        raise min(troubles, key=lambda error: error.least_nbytes or inf)
+    made = min(found, key=lambda one: _order(one, objective))
+    uneven = batch_that_no_axis_divides(next(iter(graphs.values())), made.mesh)
     for words in (*map(str, made.whole), *([uneven] if uneven else [])):
         warnings.warn(words, PlanWarning, stacklevel=2)
     return replace(made, spent_seconds=time.perf_counter() - start)
+
+
+def _staged(
+    graph: Graph, cluster: Cluster, precision: Precision, optimizer: str, schedule: tuple[int, int, int], *,
+    mesh: Mesh | str | None, budget: int | str | None, objective: str, saving: Sequence[str], seconds: float, gap: float,
+    progress: Say | None,
+) -> Plan:  # fmt: skip
+    """With stages, micro-batches, or both: the best of all meshes of a stage."""
+    start, say, (count, micro, interleave) = time.perf_counter(), progress or (lambda words: None), schedule
+    part, links = stage_cluster(cluster, count) if count > 1 else (cluster, (cluster.default,))
+    meshes, layers = _meshes(part, mesh), Layers(graph)
+    found: list[Plan] = []
+    troubles: list[FitError] = []
+    for k, each in enumerate(meshes):
+        say(f"planning on the mesh {each}, {count} stages, {micro} micro-batches")
+        left = max(5.0, (seconds - (time.perf_counter() - start)) / (len(meshes) - k))
+        assembly = OnMesh(layers, part, each).assembly(accumulating(precision) if micro > 1 else precision, saving)
+        try:
+            one = staged_plan(
+                assembly, cluster, links, optimizer=optimizer, objective=objective, limit=limit_of(cluster, budget),
+                micro_batches=micro, interleave=interleave, seconds=left, gap=gap, ways=saving,
+                work=part.on(each).compute_seconds, say=say,
+            )  # fmt: skip
+            found.append(one)
+        except FitError as error:
+            troubles.append(error)
+    if not found:
+        raise min(troubles, key=lambda error: error.least_nbytes or inf)
+    return min(found, key=lambda one: _order(one, objective))
 
 
 def plan_graph(
@@ -103,14 +161,9 @@ def plan_graph(
         left = max(5.0, (seconds - (time.perf_counter() - start)) / (len(meshes) - k))
         say(f"planning on the mesh {each}")
         ask = Ask(
-            precision=precision,
-            ways=saving,
-            objective=objective,
-            limit_nbytes=limit,
-            gap=gap,
-            until=time.perf_counter() + left,
-            say=say,
-        )
+            precision=precision, ways=saving, objective=objective, limit_nbytes=limit, gap=gap,
+            until=time.perf_counter() + left, say=say,
+        )  # fmt: skip
         try:
             found.append(_planned(layers, cluster, each, ask, optimizer))
         except FitError as error:

@@ -1,0 +1,31 @@
+"""Which devices a stage has: the cluster's in order, an equal part each, so that stages meet where links are slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+
+from scrimp.cluster import Cluster, Link
+from scrimp.errors import PlanError
+
+
+def stage_cluster(cluster: Cluster, stages: int) -> tuple[Cluster, tuple[Link, ...]]:
+    """The devices of one stage, and the links from each stage to the next, the last to the first. Where stages share nodes
+    unevenly, a stage is taken for parts of nodes that are as small as their smallest."""
+    hardware = cluster.hardware
+    if hardware is None:
+        raise PlanError("this cluster says nothing of its devices: stages need Cluster.preset('8xH100') or Cluster.load(file)")
+    devices, per_node = hardware.devices, hardware.devices_per_node
+    if devices % stages:
+        fitting = ", ".join(str(each) for each in range(1, devices + 1) if devices % each == 0)
+        raise PlanError(f"stages={stages}: the cluster has {devices} devices, and stages are equal parts of them: take {fitting}")
+    count = devices // stages
+    inside = gcd(count, per_node)
+    part = replace(hardware, nodes=count // inside, devices_per_node=inside)
+    default = part.inside_link if part.nodes == 1 else part.between_link
+    links = []
+    for stage in range(stages):
+        here, there = stage * count, (stage + 1) % stages * count
+        near = all((here + k) // per_node == (there + k) // per_node for k in range(count))
+        links.append(hardware.inside_link if near else hardware.between_link)
+    return replace(cluster, hardware=part, default=default), tuple(links)
