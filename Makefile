@@ -72,6 +72,7 @@ bench-network: $(READY)
 
 bench-plan: $(READY)
 	$(BIN)/python -m bench.plan
+	$(BIN)/python -m bench.plan_speed
 
 bench-memory: $(READY)
 	$(BIN)/python -m bench.memory

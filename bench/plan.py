@@ -31,9 +31,16 @@ from scrimp.planner._ways import KEEP
 from scrimp.planner.api import captured
 from scrimp.planner.beside import BASELINES, DATA, TENSOR, Drawn
 
-SIZES = {"gpt-2b7": (8, 32), "gpt-6b7": (8, 32), "gpt-13b": (8, 32)}
-TP = (8, 4, 2, 1)
-VOCAB = 50304
+ALL, FEW = (8, 4, 2, 1), (8, 1)  # sizes of the tensor-parallel axis
+SIZES = {
+    "gpt-2b7": {8: ALL, 32: ALL},
+    "gpt-6b7": {8: ALL, 32: ALL},
+    "gpt-13b": {8: ALL, 32: ALL},
+    "gpt-175b": {512: FEW, 1024: FEW},
+    "llama-8b": {8: FEW, 128: FEW},
+    "llama-70b": {64: FEW, 512: FEW},
+}
+VOCAB = {"gpt": 50304, "llama": 128256}
 LEAST, NEAR, FREE = "scrimp, least memory", "scrimp, within a tenth", "scrimp, recomputing or offloading"
 
 
@@ -41,15 +48,16 @@ def rows(name: str, devices: int, seconds: float) -> Iterator[dict[str, Any]]:
     """One sequence a device."""
     precision = precision_of("megatron-bf16", "adamw")
     assert precision is not None
+    vocab = VOCAB[name.partition("-")[0]]
     with torch.device("meta"):
-        model = zoo.build(name, vocab=VOCAB)
+        model = zoo.build(name, vocab=vocab)
     start = time.perf_counter()
-    graph = captured(model, zoo.example_batch(name, devices, vocab=VOCAB), precision)
+    graph = captured(model, zoo.example_batch(name, devices, vocab=vocab), precision)
     took = time.perf_counter() - start
     cluster = Cluster.preset(f"{devices}xA100-80")
     layers = Layers(graph)
     drawn = Drawn(graph, cluster, precision, "adamw")
-    for tp in TP:
+    for tp in SIZES[name].get(devices, FEW):
         mesh = Mesh({"dp": devices // tp, "tp": tp})
         start = time.perf_counter()
         on = OnMesh(layers, cluster, mesh)

@@ -14,6 +14,7 @@ from scrimp import Cluster, FitError, Plan, PlanError, plan, zoo
 from scrimp.capture import Graph
 from scrimp.planner import evaluate
 from scrimp.planner._devices import stage_cluster
+from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._micro import micro_batch, rows_of
 from scrimp.planner._model import PEAK
 from scrimp.planner._pipeline import schedules
@@ -21,7 +22,7 @@ from scrimp.planner._stage import Setup, Stage
 from scrimp.planner._stages import Planner
 from scrimp.planner._states import accumulating, precision_of
 from scrimp.planner._subgraph import piece
-from scrimp.planner.api import assembled, captured
+from scrimp.planner.api import captured
 from tests.stage_recount import recounted
 
 NAME, BATCH = "gpt-tiny", 32
@@ -88,7 +89,7 @@ def planner(
     batch = micro_batch(zoo.example_batch(NAME, BATCH, **settings or {}), micro_batches)
     graph = captured(built(layers, **settings or {}), batch, numbers)
     (mesh,) = part.meshes(max_axes=1)
-    assembly, _ = assembled(graph, part, mesh, accumulating(numbers), ("keep",))
+    assembly = OnMesh(Layers(graph), part, mesh).assembly(accumulating(numbers), ("keep",))
     models = {graph.layers[each.first].graph: each.model for each in assembly.parts}
     setup = Setup(
         graph=graph, models=tuple(models[k] for k in range(len(models))), moves=assembly.moves, precision=assembly.precision,

@@ -87,11 +87,12 @@ def plan(
     numbers = precision_of(precision, optimizer)
     assert numbers is not None  # both names are known
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    limit_of(cluster, budget)  # says what is wrong before anything takes long
+    # Say what is wrong before anything takes long.
     devices = 1 if cluster.hardware is None else cluster.hardware.devices
     tries = schedules(stages, micro_batches, interleave, devices, rows_of(example_inputs))
     for count in dict.fromkeys(count for count, _ in tries):
         _meshes(stage_cluster(cluster, count)[0] if count > 1 else cluster, mesh)
+    limit_of(cluster, budget)
     graphs: dict[int, Graph] = {}
     found: list[Plan] = []
     troubles: list[FitError] = []
