@@ -271,3 +271,19 @@ def test_of_several_meshes_the_nearest_is_named() -> None:
     with pytest.raises(FitError, match=r"on the mesh x=.*, the nearest of 2: .*at .*aten\.") as error:
         plan(model, zoo.example_batch("gpt-tiny", BATCH), two_nodes(), budget="300KiB", saving=("keep",))
     assert error.value.least_nbytes == planned(nodes=2, mesh=None).memory.peak_nbytes
+
+
+def test_stages_are_explained_each_by_itself() -> None:
+    with torch.device("meta"):
+        model = zoo.build("gpt-tiny", layers=2)
+    found = plan(
+        model, zoo.example_batch("gpt-tiny", 8, layers=2), "4xA100-80", mesh="x=2", stages=2, micro_batches=2, saving=("keep",)
+    )
+    said = found.explain("blocks.1.mlp.up.weight", seconds=5)
+    assert any("blocks.1.mlp.up.weight" in words for group in said.groups for each in group.choices for words in each.chosen)
+    with pytest.raises(PlanError, match="nowhere"):
+        found.explain("nowhere")
+    with pytest.raises(PlanError, match="plan again"):
+        Plan.from_json(found.to_json()).explain("blocks.1.mlp.up.weight")
+    with pytest.raises(PlanError, match="stages"):
+        found.what_if("+1GiB")

@@ -21,14 +21,16 @@ from scrimp.planner._answer import level_of, option_of, planned_op, planned_weig
 from scrimp.planner._assemble import Assembly
 from scrimp.planner._find import Where, find, main_op, ops_of, path_of
 from scrimp.planner._next_best import Forbidden, held_at, next_best
-from scrimp.planner._plan import Plan, PlannedOp, PlannedWeight
-from scrimp.planner._solve import TIME, solve
+from scrimp.planner._plan import Plan, PlannedOp, PlannedWeight, Schedule
+from scrimp.planner._problem import Problem
+from scrimp.planner._solve import TIME, Solution, solve
 from scrimp.planner._states import levels
 
 SPLIT, SAVED, AT_REST = "split", "saved", "at rest"
 GAP = 1e-3  # how near to the best the next best is looked for
 MORE = 0.01  # of the peak, over which a byte's price is taken where the linear program says nothing
 
+LOADED = "this plan was loaded, and what it was made from is not in the file: plan again to have it explained"
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -79,6 +81,16 @@ class GroupExplained:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """Of one stage."""
+
+    assembly: Assembly
+    problem: Problem
+    solution: Solution
+    near: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Explanation:
     """`seconds_per_byte`: what a byte more would save: by the linear program; or, where that says nothing since there is no plan
     with less, by the least seconds with `over_nbytes` more."""
@@ -90,6 +102,7 @@ class Explanation:
     seconds_per_byte: float
     over_nbytes: int
     groups: tuple[GroupExplained, ...]
+    near: bool = False
 
     def __str__(self) -> str:
         return self.text()
@@ -111,13 +124,16 @@ class Explanation:
             "",
             f"The peak is {format_nbytes(self.peak_nbytes)}, at {self.where}.",
             f"{over}." if self.seconds_per_byte else "More saves no time.",
+            *(["The next best are of the ways to split that were looked at: there are too many for all."] if self.near else []),
         ]
         return "\n".join(lines)
 
 
 def explain(plan: Plan, name: str, *, seconds: float) -> Explanation:
+    if plan.schedule is not None:
+        return _in_its_stage(plan, plan.schedule, name, seconds)
     if plan.asked is None:
-        raise PlanError("this plan was loaded, and what it was made from is not in the file: plan again to have it explained")
+        raise PlanError(LOADED)
     assembly, solution = plan.asked.assembly, plan.asked.solution
     found = find(assembly, name)
     end = time.monotonic() + seconds
@@ -135,7 +151,28 @@ def explain(plan: Plan, name: str, *, seconds: float) -> Explanation:
         seconds_per_byte=price,
         over_nbytes=over,
         groups=tuple(_group(plan, where, tuple(choices)) for where, choices in answers.items()),
+        near=plan.asked.near,
     )
+
+
+def _in_its_stage(plan: Plan, schedule: Schedule, name: str, seconds: float) -> Explanation:
+    """Every stage was planned by itself."""
+    trouble: PlanError | None = None
+    for stage in schedule.stages:
+        if stage.asked is None:
+            raise PlanError(LOADED)
+        one, solution = stage.asked
+        if len(one.assemblies) > 1:
+            raise PlanError("this plan has several pieces on a device: explained are plans without interleaving")
+        asked = _Asked(assembly=one.assemblies[0], problem=one.problem, solution=solution)
+        try:
+            find(asked.assembly, name)
+        except PlanError as error:
+            trouble = trouble or error
+            continue
+        return explain(replace(plan, schedule=None, memory=stage.memory, asked=asked), name, seconds=seconds)
+    assert trouble is not None
+    raise trouble
 
 
 def _price(plan: Plan, seconds: float) -> tuple[float, int]:

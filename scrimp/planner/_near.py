@@ -55,12 +55,14 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """`bound`: what the objective (bytes of the peak, or seconds) cannot be below, whatever is chosen."""
+    """`bound`: what the objective (bytes of the peak, or seconds) cannot be below, whatever is chosen. `near`: not all ways to
+    split were looked at."""
 
     assembly: Assembly
     problem: Problem
     solution: Solution
     bound: float
+    near: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,8 @@ def _solved(
         session.learn(_choice(assembly, start))
     seconds = ask.left if looked is None else ask.left / 2
     solution = answer(session, ask.objective, ask.limit_nbytes, slack=0.0, seconds=seconds, gap=ask.gap, begin=time.monotonic())
-    return Best(assembly=assembly, problem=problem, solution=solution, bound=solution.phases[0].bound if bound is None else bound)
+    known = solution.phases[0].bound if bound is None else bound
+    return Best(assembly=assembly, problem=problem, solution=solution, bound=known, near=looked is not None)
 
 
 def _chosen(best: Best) -> Chosen:

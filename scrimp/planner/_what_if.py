@@ -50,6 +50,8 @@ def change_of(text: str) -> Change:
 
 
 def what_if(plan: Plan, change: str | Cluster, *, seconds: float, gap: float, progress: Say | None) -> Plan:
+    if plan.schedule is not None:
+        raise PlanError("this plan has stages or micro-batches: plan again with another budget or cluster, and compare by `diff`")
     if plan.asked is None or plan.asked.again is None:
         raise PlanError("this plan was loaded, and what it was made from is not in the file: plan again, then ask what if")
     asked = Change(cluster=change) if isinstance(change, Cluster) else change_of(change)
@@ -91,7 +93,7 @@ def _on(plan: Plan, cluster: Cluster, seconds: float, gap: float, progress: Say 
 
 
 def _within(plan: Plan, limit: int, seconds: float, gap: float, progress: Say | None) -> Plan:
-    """On the mesh of the plan, from what is known of it; and on others, if the mesh was searched for."""
+    """On the mesh of the plan, from what is known of it; and on others, if the mesh was searched for; or near other choices."""
     asked, say = plan.asked, progress or (lambda words: None)
     found: list[Plan] = []
     trouble: FitError | None = None
@@ -102,7 +104,7 @@ def _within(plan: Plan, limit: int, seconds: float, gap: float, progress: Say | 
         found.append(planned_again(plan, problem, solution, TIME, partial(asked.again, budget=limit, objective=TIME)))
     except FitError as error:
         trouble = FitError(f"on the mesh {plan.mesh}: {error}", least_nbytes=error.least_nbytes)
-    if asked.searched:
+    if asked.searched or asked.near:
         try:
             found.append(asked.again(budget=limit, objective=TIME, seconds=seconds, gap=gap, progress=progress))
         except FitError as error:

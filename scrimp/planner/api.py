@@ -45,6 +45,7 @@ class Asked:
     assembly: Assembly
     problem: Problem
     solution: Solution
+    near: bool = False  # there were too many ways to split for all of them to be in the problem
     searched: bool = False  # the mesh was not given
     again: Callable[..., Plan] | None = None  # the same model with other settings: `plan_graph` but for what is changed
 
@@ -215,7 +216,7 @@ def _planned(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, optimizer: 
         seconds_gap=solution.phases[-1].gap,
         layers=tuple(layers_of(assembly, solution)),
         whole=costs_of_whole(assembly, problem, solution, cluster.on(mesh).compute_seconds),
-        asked=Asked(graph=layers.graph, assembly=assembly, problem=problem, solution=solution),
+        asked=Asked(graph=layers.graph, assembly=assembly, problem=problem, solution=solution, near=best.near),
     )
 
 
