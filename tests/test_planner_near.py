@@ -10,8 +10,9 @@ import torch
 
 from scrimp import Cluster, Mesh, zoo
 from scrimp.planner import _near
+from scrimp.planner._bound import bound_on
 from scrimp.planner._evaluate import evaluate
-from scrimp.planner._layers import Layers
+from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._near import Ask, best_on, merged_meshes
 from scrimp.planner._states import precision_of
 from scrimp.planner.api import captured
@@ -75,7 +76,19 @@ def test_three_axes(layers: Layers) -> None:
 def test_the_bound_is_below_every_plan(layers: Layers) -> None:
     mesh = Mesh({"x": 4, "y": 2})
     for ways in (("keep",), ("keep", "recompute", "offload")):
-        asked = replace(ask(), ways=ways)
-        exact = best_on(layers, CLUSTER, mesh, asked)
-        bound = _near._bound(_near.OnMesh(layers, CLUSTER, mesh), asked)
+        exact = best_on(layers, CLUSTER, mesh, replace(ask(), ways=ways))
+        bound = bound_on(OnMesh(layers, CLUSTER, mesh), ask().precision, ways)
         assert 0.8 * exact.solution.peak_nbytes <= bound <= exact.solution.peak_nbytes
+
+
+def test_the_bound_is_below_plans_whose_layers_choose_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With parts of one layer each, which is the whole problem."""
+    shape = {**SHAPE, "layers": 5}
+    with torch.device("meta"):
+        model = zoo.build("gpt-tiny", **shape)
+    deep, mesh = Layers(captured(model, zoo.example_batch("gpt-tiny", 8, **shape), ask().precision)), Mesh({"x": 4, "y": 2})
+    bound = bound_on(OnMesh(deep, CLUSTER, mesh), ask().precision, ("keep",))
+    monkeypatch.setattr("scrimp.planner._stack.halves", lambda length: (1,) * length)
+    free = best_on(deep, CLUSTER, mesh, ask())
+    assert {part.count for part in free.assembly.parts} == {1}
+    assert 0.8 * free.solution.peak_nbytes <= bound <= free.solution.peak_nbytes

@@ -69,7 +69,7 @@ class OnMesh:
         alone: bool = False,
         narrow: Narrow | None = None,
     ) -> Assembly:
-        """With the options of these splits, of all if none are given; `narrow` leaves some of them."""
+        """With the options of these splits, of all if none are given; `narrow` leaves some of them. `alone`: for a bound."""
         models = [
             replace(model, options=tuple(tuple(self._asked(k, g, each)) for g, each in enumerate(groups)))
             for k, (model, groups) in enumerate(zip(self.layers.models, looked or self.every, strict=True))
@@ -77,7 +77,7 @@ class OnMesh:
         graph = self.layers.graph
         if narrow is not None:
             models = narrow(graph, self.mesh, models)
-        return Assembly(graph, parts_of(graph, models), self.moves, precision, self.rates, ways, alone=alone)
+        return Assembly(graph, parts_of(graph, models, together=alone), self.moves, precision, self.rates, ways, alone=alone)
 
     def _asked(self, k: int, g: int, wanted: Iterable[Split]) -> Iterable[Option]:
         model = self.layers.models[k]

@@ -5,8 +5,7 @@ between operators have tables of all pairs. So a mesh of three axes is looked at
 being one: a plan on those is a plan on three, where both split the same. From there on, what differs in one axis from what has
 been chosen is looked at too, all of it at once, by the same integer program, until nothing better comes of it.
 
-That proves nothing, but what no plan can be below is known without edges: `Assembly(alone=True)` has all ways to split, and
-nothing is moved.
+That proves nothing, but what no plan can be below is known (`_bound.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from operator import ne
 
 from scrimp.cluster import Cluster
 from scrimp.errors import FitError
 from scrimp.layout import Mesh
 from scrimp.planner._assemble import Assembly
+from scrimp.planner._bound import bound_on
 from scrimp.planner._layers import Layers, Looked, OnMesh
 from scrimp.planner._model import PEAK, SECONDS
 from scrimp.planner._options import Split
@@ -33,7 +32,6 @@ from scrimp.planner._states import Precision, levels
 MOST = 64  # ways to split an operator, all of which are looked at at once
 BETTER = 1e-3  # as a part, what is worth another look
 START_GAP = 0.05  # good enough to look on from
-_BOUND_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,8 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """`bound`: what the objective (bytes of the peak, or seconds) cannot be below, whatever is chosen. `near`: not all ways to
-    split were looked at."""
+    """`bound`: what the objective (bytes of the peak, or seconds) cannot be below. `near`: not all ways to split were looked at,
+    and `bound` is that of all of them, and of layers that choose each for itself."""
 
     assembly: Assembly
     problem: Problem
@@ -78,7 +76,7 @@ def best_on(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask) -> Best:
     if max((len(ways) for groups in on.every for ways in groups), default=0) <= MOST:
         return _solved(on, ask)
     starts = [_start(layers, cluster, merged, at, ask) for merged, at in merged_meshes(mesh)]
-    bound = _bound(on, ask)
+    bound = bound_on(on, ask.precision, ask.ways, SECONDS if ask.objective == TIME else PEAK, ask.limit_nbytes)
     best: Best | None = None
     while True:
         ask.say(f"planning on the mesh {mesh}, near what has been found")
@@ -163,15 +161,6 @@ def _choice(assembly: Assembly, chosen: Chosen) -> tuple[int, ...]:
     for key, node in assembly.rest.items():
         found[node] = every.index(chosen.levels[key])
     return tuple(found)
-
-
-def _bound(on: OnMesh, ask: Ask) -> float:
-    """What no plan is below, with all ways to split. A run's layers may choose each for itself: without edges that is the sum of
-    what each holds, and no less than this."""
-    problem = on.assembly(ask.precision, ask.ways, alone=True).sketch.problem()
-    objective = SECONDS if ask.objective == TIME else PEAK
-    limit = inf if ask.limit_nbytes is None or objective == PEAK else ask.limit_nbytes
-    return Session(problem).minimise(objective, limit=limit, seconds=min(_BOUND_SECONDS, ask.left), gap=ask.gap / 4).phase.bound
 
 
 def _better(one: Best, other: Best, objective: str) -> bool:

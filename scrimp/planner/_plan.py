@@ -150,7 +150,8 @@ class Schedule:
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """`gap`: by how much at most what was asked to be least could be less (the peak, the redundant bytes, or the seconds), as a
-    part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that. With a `schedule` the mesh is that
+    part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that. `bound_nbytes`: below
+    which no plan on the mesh is, if every layer chose for itself (0: not asked). With a `schedule` the mesh is that
     of a stage, and `memory` that of the stage with the largest peak."""
 
     mesh: Mesh
@@ -163,6 +164,7 @@ class Plan:
     gap: float
     seconds_gap: float
     layers: tuple[PlannedLayers, ...]
+    bound_nbytes: int = 0
     spent_seconds: float = 0.0
     whole: tuple[KeptWhole, ...] = ()
     schedule: Schedule | None = None
@@ -181,6 +183,10 @@ class Plan:
             for kind in self.memory.kinds
         ]
         lines += [f"step      {self.seconds:.4g} s", f"gap       {self.gap:.2%} at most; of the seconds {self.seconds_gap:.2%}"]
+        if self.bound_nbytes:
+            lines.append(
+                f"bound     no plan on this mesh is below {format_nbytes(self.bound_nbytes)}, chose every layer for itself"
+            )
         lines += [f"whole     {each}" for each in self.whole]
         return "\n".join(lines)
 

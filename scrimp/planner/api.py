@@ -21,10 +21,11 @@ from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner._answer import layers_of, memory_of
 from scrimp.planner._assemble import Assembly
+from scrimp.planner._bound import bound_on
 from scrimp.planner._devices import stage_cluster
 from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._micro import micro_batch, rows_of
-from scrimp.planner._near import Ask, best_on
+from scrimp.planner._near import Ask, Best, best_on
 from scrimp.planner._pipeline import schedules, staged_plan
 from scrimp.planner._plan import Plan
 from scrimp.planner._problem import Problem
@@ -215,9 +216,16 @@ def _planned(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, optimizer: 
         gap=max(value - best.bound, 0.0) / value,
         seconds_gap=solution.phases[-1].gap,
         layers=tuple(layers_of(assembly, solution)),
+        bound_nbytes=_bound_nbytes(layers, cluster, mesh, ask, best),
         whole=costs_of_whole(assembly, problem, solution, cluster.on(mesh).compute_seconds),
         asked=Asked(graph=layers.graph, assembly=assembly, problem=problem, solution=solution, near=best.near),
     )
+
+
+def _bound_nbytes(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, best: Best) -> int:
+    if ask.objective != MEMORY:
+        return 0
+    return int(best.bound if best.near else bound_on(OnMesh(layers, cluster, mesh), ask.precision, ask.ways))
 
 
 def _order(one: Plan, objective: str) -> tuple[float, float]:
