@@ -185,7 +185,7 @@ class Plan:
         lines += [f"step      {self.seconds:.4g} s", f"gap       {self.gap:.2%} at most; of the seconds {self.seconds_gap:.2%}"]
         if self.bound_nbytes:
             lines.append(
-                f"bound     no plan on this mesh is below {format_nbytes(self.bound_nbytes)}, chose every layer for itself"
+                f"bound     {format_nbytes(self.bound_nbytes)}: no plan on this mesh is below, chose each layer for itself"
             )
         lines += [f"whole     {each}" for each in self.whole]
         return "\n".join(lines)
