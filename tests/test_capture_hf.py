@@ -17,7 +17,8 @@ from tests.test_capture import assert_runs_like, counts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (it is in the dev extra)")
 
-# layers, distinct graphs, operators of each graph, at a depth of 2
+# layers, distinct graphs, operators of each graph, at a depth of 2; other versions may have some operators more or less
+SAME_VERSION = transformers.__version__.startswith("5.22.")
 GOLDEN = {
     "gpt2": (4, 3, (8, 89, 17)),
     "llama": (4, 3, (10, 163, 36)),
@@ -38,7 +39,8 @@ def case(family: str, layers: int) -> tuple[nn.Module, dict[str, Tensor], Graph]
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_layers_that_run_give_the_model_s_loss_and_gradients(family: str) -> None:
     model, batch, graph = case(family, 2)
-    assert counts(graph) == GOLDEN[family]
+    assert counts(graph)[:2] == GOLDEN[family][:2]
+    assert not SAME_VERSION or counts(graph) == GOLDEN[family]
     assert from_json(to_json(graph)) == graph
     assert_runs_like(model, batch, graph)
 

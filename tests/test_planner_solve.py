@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,8 @@ from scrimp.planner._reduce import reduce
 from tests.problems import every_choice, random_problem
 
 SEEDS = st.integers(0, 10**6)
+
+needs_highspy = pytest.mark.skipif(find_spec("highspy") is None, reason="highspy is not installed (scipy plans too)")
 
 
 def _near(value: float, other: float) -> bool:
@@ -156,7 +159,7 @@ def test_a_limit_that_only_the_least_peak_fits_is_met_whatever_the_gap() -> None
             assert solve(replace(problem, limit_nbytes=least), objective=objective, gap=0.5).peak_nbytes == least
 
 
-@pytest.mark.parametrize("solver", ["highspy", "scipy"])
+@pytest.mark.parametrize("solver", [pytest.param("highspy", marks=needs_highspy), "scipy"])
 def test_one_byte_over_the_limit_is_over_it_though_no_solver_sees_it(solver: str) -> None:
     """A solver's tolerance is a part of the limit, and this byte is a smaller one."""
     large = 10**14
@@ -183,6 +186,7 @@ def _knapsack(items: int, seed: int = 3) -> Problem:
     return Problem(points=1, nodes=tuple(nodes), limit_nbytes=sum(node.holds[0].nbytes[0] for node in nodes) // 3)
 
 
+@needs_highspy
 def test_branch_and_bound_finds_what_rounding_does_not_and_both_solvers_agree() -> None:
     problem = _knapsack(25)
     told: list[tuple[str, float, float]] = []
@@ -330,6 +334,7 @@ def test_rows_of_changes_and_rows_of_points_say_the_same(monkeypatch: pytest.Mon
     assert found[:3] == pytest.approx(found[3:], rel=1e-7)
 
 
+@needs_highspy
 def test_another_user_of_the_solver_does_not_disturb() -> None:
     """HiGHS has one set of threads for a process, and refuses to run with another number of them."""
     code = (
@@ -341,6 +346,7 @@ def test_another_user_of_the_solver_does_not_disturb() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@needs_highspy
 def test_what_the_solver_cannot_read_is_an_error() -> None:
     model = Model(reduce(_knapsack(5)))
     program = model.program(SECONDS, 2e3, math.inf, math.inf)
@@ -348,6 +354,7 @@ def test_what_the_solver_cannot_read_is_an_error() -> None:
         _backend.minimise(replace(program, value=program.value * 1e20), whole=True, seconds=1)
 
 
+@needs_highspy
 def test_which_solver_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solver_name() == "highspy"
     there = _backend.importlib.util.find_spec
