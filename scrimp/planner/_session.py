@@ -27,6 +27,7 @@ Progress = Callable[[str, float, float], None]  # the objective, the best value 
 _EQUAL = 1e-8  # what is nearer than this, relatively, is equal
 _MARGIN = 1e-9  # for sums of floats in another order, and for what a solver may err
 _NONE = 1e-6  # of an option, what is no part
+_RELAX = 0.7  # the part of the time that the linear program may take
 _SEARCH = 0.15  # the part of the time that small steps may take
 IS_OPTIMAL, WITHIN_GAP, TIME_LIMIT = "optimal", "within gap", "time limit"
 
@@ -183,10 +184,13 @@ class _Question:
         """The linear program; False if not even that has a solution."""
         model = self.session.model
         self.size = (model.columns, model.rows, len(model.value))
-        left = self.deadline - time.monotonic()
+        left = _RELAX * (self.deadline - time.monotonic())
         answer = minimise(self.program(), whole=False, seconds=left, solver=self.session.solver)
         if answer.status == INFEASIBLE:
             return self.best is not None
+        if answer.status != OPTIMAL and self.best is not None:  # then at least as small steps can make it
+            self.search_deadline = self.deadline
+            self.search(self.best)
         if answer.status == OPTIMAL and answer.values is not None and answer.reduced is not None:
             self.raise_bound(answer.bound)
             if self.objective == SECONDS:
