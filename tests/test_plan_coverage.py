@@ -32,11 +32,12 @@ QUICK_ZOO = {("gpt-tiny", "8"), ("moe-tiny", "8"), ("vgg-tiny-bn", "2x4"), ("vit
 
 def covered(model: nn.Module, batch: Sequence[Any] | Mapping[str, Any], on: str) -> None:
     devices, mesh = MESHES[on]
-    found = plan(model, batch, f"{devices}xA100-80", mesh=mesh, saving=("keep",), seconds=SECONDS)
+    found = plan(model, batch, f"{devices}xA100-80", mesh=mesh, saving=("keep",), seconds=SECONDS, budget=1 << 50)
     assert found.whole == ()
     again = evaluate(found.asked.problem, found.asked.solution.choice)
     assert (again.peak_nbytes, again.seconds) == (found.memory.peak_nbytes, found.seconds)
-    assert found.memory.peak_nbytes <= 1.1 * found.memory.floor_nbytes
+    # Sizes that the axes do not divide (four experts, 16 channels) cannot be there once: then it is near what no plan is below.
+    assert found.memory.peak_nbytes <= max(1.1 * found.memory.floor_nbytes, 1.3 * found.bound_nbytes)
     assert len(found.asked.graph.layers) == sum(layers.count for layers in found.layers)
 
 
