@@ -196,7 +196,7 @@ def test_two_ranks_talk_at_the_rate_of_their_cables(tmp_path: Path) -> None:
     assert not any((FOLDER / name).exists() for name in net.spaces())
     assert found["mbit"] < 40 * 1.3  # the first 256 kB are not limited
     assert nbytes <= first.sent <= 1.05 * nbytes
-    assert first.sent == first.sent_at_hub
+    assert first.sent == pytest.approx(first.sent_at_hub, abs=200)  # a packet of the system's own may be on its way
     assert abs(second.received - first.sent) <= 4096
     assert second.sent < 0.1 * nbytes
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from scrimp import zoo
-from scrimp.layout import Mesh
 from scrimp.planner._layer import model_of
 from scrimp.planner._stack import halves, parts_of
 from scrimp.planner._states import precision_of
@@ -36,7 +35,7 @@ def test_every_operator_has_a_moment_and_backwards_are_turned_round() -> None:
     for layer in graph.graphs:
         values = {value.name: value for value in layer.values}
         rules = {op.name: rule_of(op, values) for op in layer.ops}
-        models.append(model_of(layer, rules, Mesh({"x": 2}), lambda *_: 0.0, lambda *_: 0.0))
+        models.append(model_of(layer, rules))
     parts = parts_of(graph, models)
     assert [part.count for part in parts] == [1, 2, 1, 1, 1, 1]
     assert [part.first for part in parts] == [0, 1, 3, 4, 5, 6]
