@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -36,14 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
-    cases: dict[tuple[str, str], int] = {}
-    for item in items:
-        test = (item.path.stem, getattr(item, "originalname", item.name))
-        cases[test] = cases.get(test, 0) + 1
-    seen: dict[tuple[str, str], int] = {}
-    for item in items:
-        test = (item.path.stem, getattr(item, "originalname", item.name))
-        seen[test] = seen.get(test, 0) + 1
+    tests = [(item.path.stem, getattr(item, "originalname", item.name)) for item in items]
+    cases, seen = Counter(tests), Counter[tuple[str, str]]()
+    for item, test in zip(items, tests, strict=True):
+        seen[test] += 1
         left_out = test[0] in SAMPLED and cases[test] >= MANY and seen[test] % 3 != 1
         if "full" in item.keywords or left_out:
             item.add_marker(pytest.mark.skip(reason="in `make test-full` only"))

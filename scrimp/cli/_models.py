@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from scrimp import zoo
+from scrimp.cli._set import pairs
 from scrimp.errors import ScrimpError
 
 _FRACTION = re.compile(r"\d*\.\d+")  # such as dropout=0.1
@@ -41,10 +42,7 @@ def model_and_batch(name: str, batch: int, seq: int, settings: Sequence[str]) ->
 
 def _settings(settings: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ScrimpError(f"--set {text}: write it as name=value, such as layers=32")
+    for name, value in pairs(settings, "layers=32"):
         found[name] = int(value) if value.isdigit() else float(value) if _FRACTION.fullmatch(value) else value
     return found
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.columns import Columns
 
 from scrimp.capture._graph import Op, Value
+from scrimp.cli._set import pairs
 from scrimp.errors import ScrimpError
 from scrimp.rules import discover, known_targets, rule_of
 from scrimp.rules._call import bind
@@ -146,10 +147,7 @@ def _dtype(name: str | None, text: str) -> str:
 
 def _literals(settings: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ScrimpError(f"--set {text}: write it as name=value, such as dim=1")
+    for name, value in pairs(settings, "dim=1"):
         try:
             read = ast.literal_eval(value)
         except (SyntaxError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from scrimp.capture._graph import Op
 from scrimp.layout import Mesh
@@ -49,20 +50,22 @@ def layers_of(assembly: Assembly, solution: Solution) -> Iterator[PlannedLayers]
         )
 
 
+def answered(assembly: Assembly, solution: Solution) -> dict[str, Any]:
+    """What a `Plan` says of a solution, whoever asked for it."""
+    return {
+        "memory": memory_of(assembly, solution),
+        "seconds": solution.seconds,
+        "gap": solution.phases[0].gap,
+        "seconds_gap": solution.phases[-1].gap,
+        "layers": tuple(layers_of(assembly, solution)),
+        "spent_seconds": solution.spent_seconds,
+    }
+
+
 def planned_again(plan: Plan, problem: Problem, solution: Solution, objective: str, again: Callable[..., Plan]) -> Plan:
     """The same model on the same mesh, with another answer. `again`: as `Asked` has it."""
-    assembly = plan.asked.assembly
-    return replace(
-        plan,
-        objective=objective,
-        memory=memory_of(assembly, solution),
-        seconds=solution.seconds,
-        gap=solution.phases[0].gap,
-        seconds_gap=solution.phases[-1].gap,
-        layers=tuple(layers_of(assembly, solution)),
-        spent_seconds=solution.spent_seconds,
-        asked=replace(plan.asked, problem=problem, solution=solution, again=again),
-    )
+    asked = replace(plan.asked, problem=problem, solution=solution, again=again)
+    return replace(plan, objective=objective, asked=asked, **answered(plan.asked.assembly, solution))
 
 
 def option_of(assembly: Assembly, k: int, group: int, choice: Sequence[int]) -> tuple[Option, str]:

@@ -53,9 +53,10 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """`bound`: what the objective (bytes of the peak, or seconds) cannot be below. `near`: not all ways to split were looked at,
-    and `bound` is that of all of them, and of layers that choose each for itself."""
+    """`on`: what is known of the mesh. `bound`: what the objective (bytes of the peak, or seconds) cannot be below. `near`: not
+    all ways to split were looked at, and `bound` is that of all of them, and of layers that choose each for itself."""
 
+    on: OnMesh
     assembly: Assembly
     problem: Problem
     solution: Solution
@@ -138,7 +139,7 @@ def _solved(
     seconds = ask.left if looked is None else ask.left / 2
     solution = answer(session, ask.objective, ask.limit_nbytes, slack=0.0, seconds=seconds, gap=ask.gap, begin=time.monotonic())
     known = solution.phases[0].bound if bound is None else bound
-    return Best(assembly=assembly, problem=problem, solution=solution, bound=known, near=looked is not None)
+    return Best(on=on, assembly=assembly, problem=problem, solution=solution, bound=known, near=looked is not None)
 
 
 def _chosen(best: Best) -> Chosen:

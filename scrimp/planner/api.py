@@ -18,8 +18,8 @@ from scrimp.capture import Graph, capture
 from scrimp.cluster import Cluster
 from scrimp.errors import FitError, PlanError, PlanWarning
 from scrimp.layout import Mesh
-from scrimp.ledger import format_nbytes, parse_nbytes
-from scrimp.planner._answer import layers_of, memory_of
+from scrimp.ledger import parse_nbytes
+from scrimp.planner._answer import answered
 from scrimp.planner._assemble import Assembly
 from scrimp.planner._bound import bound_on
 from scrimp.planner._devices import stage_cluster
@@ -113,9 +113,7 @@ def plan(
                 found.append(_staged(graphs[micro], cluster, numbers, optimizer, (count, micro, interleave), **settings))
         except FitError as error:
             troubles.append(error)
-    if not found:
-        raise min(troubles, key=lambda error: error.least_nbytes or inf)
-    made = min(found, key=lambda one: _order(one, objective))
+    made = _best(found, troubles, objective)
     uneven = batch_that_no_axis_divides(next(iter(graphs.values())), made.mesh)
     for words in (*map(str, made.whole), *([uneven] if uneven else [])):
         warnings.warn(words, PlanWarning, stacklevel=2)
@@ -146,9 +144,7 @@ def _staged(
             found.append(one)
         except FitError as error:
             troubles.append(error)
-    if not found:
-        raise min(troubles, key=lambda error: error.least_nbytes or inf)
-    return min(found, key=lambda one: _order(one, objective))
+    return _best(found, troubles, objective)
 
 
 def plan_graph(
@@ -172,9 +168,7 @@ def plan_graph(
         except FitError as error:
             few = f", the nearest of {len(meshes)}" if len(meshes) > 1 else ""
             troubles.append(FitError(f"on the mesh {each}{few}: {error}", least_nbytes=error.least_nbytes))
-    if not found:
-        raise min(troubles, key=lambda error: error.least_nbytes or inf)
-    best = min(found, key=lambda one: _order(one, objective))
+    best = _best(found, troubles, objective)
     settings: dict[str, Any] = {
         "cluster": cluster, "precision": precision, "optimizer": optimizer, "mesh": mesh, "budget": budget,
         "objective": objective, "saving": saving, "seconds": seconds, "gap": gap,
@@ -197,35 +191,33 @@ def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
 
 def _planned(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, optimizer: str) -> Plan:
     best = best_on(layers, cluster, mesh, ask)
-    assembly, problem, solution, limit = best.assembly, best.problem, best.solution, ask.limit_nbytes
-    assert limit is not None
-    if solution.peak_nbytes > limit:
-        raise FitError(
-            f"the least memory of any plan on the mesh {mesh} is {format_nbytes(solution.peak_nbytes)} a device, and the budget "
-            f"is {format_nbytes(limit)}; give more devices, a smaller batch, or a budget of {format_nbytes(solution.peak_nbytes)}"
-        )
+    assembly, problem, solution = best.assembly, best.problem, best.solution
     value = solution.phases[0].value
-    return Plan(
+    made = Plan(
         mesh=mesh,
         cluster=cluster.to_json(),
         precision=ask.precision.name,
         optimizer=optimizer,
         objective=ask.objective,
-        memory=memory_of(assembly, solution),
-        seconds=solution.seconds,
-        gap=max(value - best.bound, 0.0) / value,
-        seconds_gap=solution.phases[-1].gap,
-        layers=tuple(layers_of(assembly, solution)),
-        bound_nbytes=_bound_nbytes(layers, cluster, mesh, ask, best),
+        **answered(assembly, solution),
+        bound_nbytes=_bound_nbytes(ask, best),
         whole=costs_of_whole(assembly, problem, solution, cluster.on(mesh).compute_seconds),
         asked=Asked(graph=layers.graph, assembly=assembly, problem=problem, solution=solution, near=best.near),
     )
+    return replace(made, gap=max(value - best.bound, 0.0) / value)
 
 
-def _bound_nbytes(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, best: Best) -> int:
+def _bound_nbytes(ask: Ask, best: Best) -> int:
     if ask.objective != MEMORY:
         return 0
-    return int(best.bound if best.near else bound_on(OnMesh(layers, cluster, mesh), ask.precision, ask.ways))
+    return int(best.bound if best.near else bound_on(best.on, ask.precision, ask.ways))
+
+
+def _best(found: Sequence[Plan], troubles: Sequence[FitError], objective: str) -> Plan:
+    """If there is none, the trouble of that which was nearest."""
+    if not found:
+        raise min(troubles, key=lambda error: error.least_nbytes or inf)
+    return min(found, key=lambda one: _order(one, objective))
 
 
 def _order(one: Plan, objective: str) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from scrimp.capture import Graph
 from scrimp.cluster import Cluster
 from scrimp.errors import PlanError
 from scrimp.layout import Mesh
-from scrimp.planner._answer import layers_of, memory_of
+from scrimp.planner._answer import answered
 from scrimp.planner._assemble import Assembly
 from scrimp.planner._baselines import FULL, SELECTIVE, Baseline
 from scrimp.planner._layers import Layers, OnMesh
@@ -96,12 +96,7 @@ class Drawn:
             precision=self.precision.name,
             optimizer=self.optimizer,
             objective=TIME,
-            memory=memory_of(assembly, solution),
-            seconds=solution.seconds,
-            gap=solution.phases[0].gap,
-            seconds_gap=solution.phases[-1].gap,
-            layers=tuple(layers_of(assembly, solution)),
-            spent_seconds=solution.spent_seconds,
+            **answered(assembly, solution),
             whole=costs_of_whole(assembly, problem, solution, self.cluster.on(mesh).compute_seconds),
             asked=Asked(graph=self.graph, assembly=assembly, problem=problem, solution=solution),
         )
