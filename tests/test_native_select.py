@@ -19,6 +19,7 @@ from scrimp.exchange import _kept, _native_select, _select
 from scrimp.exchange._cut import COLUMNS, Cut, cut
 from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule
 from scrimp.exchange._native_select import NativeSelect, Numbers, native_select, takes, why_not
+from scrimp.exchange._packet import pack, packet_nbytes, unpack
 from scrimp.exchange._residual import residual
 from scrimp.exchange._select import select, select_by_torch, take
 
@@ -256,6 +257,45 @@ def test_select_uses_it_and_others_do_not() -> None:
         assert torch.equal(other[positions].abs().sort().values, other[largest(other, how)].abs().sort().values)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(SIZES, DENSITIES, st.sampled_from(LOOKS), st.integers(0, 1 << 20))
+def test_packets_go_and_come_as_with_torch(dtype: torch.dtype, numel: int, density: float, look: str, seed: int) -> None:
+    how, values, gradient = cut(numel, density), drawn(numel, look, seed), drawn(numel, "normal", seed + 1)
+    mine, numbers = values.clone(), Numbers(rate=0.5)
+    packet, wanted = (torch.zeros(packet_nbytes(how, dtype), dtype=torch.uint8) for _ in range(2))
+    kernel().send_into(packet, mine, [], how, dtype, numbers, masking=True, gradient=gradient)
+    pack(wanted, how, *kernel().send(values, [], how, dtype, numbers, masking=True, gradient=gradient))
+    assert torch.equal(packet, wanted)
+    assert torch.equal(mine.nan_to_num(), values.nan_to_num())
+    master, (positions, sent) = drawn(numel, "spread", seed + 2), unpack(packet, how, dtype)
+    weights = [None, *(torch.full((numel,), 7.0, dtype=kind) for kind in DTYPES)]
+    for weight in weights:
+        got = master.clone()
+        kernel().arrived(packet, how, dtype, got, -1 / 3, weight)
+        want = master.clone().index_add_(0, positions, sent.float(), alpha=-1 / 3)
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+        if weight is not None:
+            written = torch.full_like(weight, 7.0)
+            written[positions] = want[positions].to(weight.dtype)
+            assert torch.equal(weight.nan_to_num(), written.nan_to_num())
+
+
+def test_a_packet_that_does_not_fit() -> None:
+    how = cut(COLUMNS + 100, 0.1)
+    packet, master = torch.zeros(packet_nbytes(how, torch.float16), dtype=torch.uint8), torch.zeros(how.numel)
+    places = packet[: 2 * how.entries].view(torch.int16)
+    places[-1] = 100  # the rest has 100 elements
+    with pytest.raises(ValueError, match="beyond the 65636 elements"):
+        kernel().arrived(packet, how, torch.float16, master, 1.0)
+    places[-1] = -1
+    with pytest.raises(ValueError, match="beyond"):
+        kernel().arrived(packet, how, torch.float16, master, 1.0)
+    with pytest.raises(ValueError, match="does not fit 7 elements"):
+        kernel().arrived(packet, how, torch.float16, torch.zeros(7), 1.0)
+    with pytest.raises(ValueError, match="master in fp32"):
+        kernel().arrived(packet, how, torch.float16, master.double(), 1.0)
+
+
 def test_threads_change_no_bit() -> None:
     numel, how, before = 5 * COLUMNS + 33, cut(5 * COLUMNS + 33, 0.01), torch.get_num_threads()
     found = []
@@ -305,13 +345,13 @@ def test_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settled(monkeypatch, PATH="", CC="") == "no C compiler (cc, gcc, clang)"
     assert isinstance(settled(monkeypatch, XDG_CACHE_HOME=str(tmp_path)), NativeSelect)
     assert len([*(tmp_path / "scrimp").iterdir()]) == 1
-    send = NativeSelect.send
+    send = NativeSelect.send_into
 
-    def wrong(*args: object, **named: object) -> tuple[torch.Tensor, torch.Tensor]:
-        positions, values = send(*args, **named)  # type: ignore[arg-type]
-        return positions.roll(1), values
+    def wrong(kernel: NativeSelect, packet: torch.Tensor, *args: object, **named: object) -> None:
+        send(kernel, packet, *args, **named)  # type: ignore[arg-type]
+        packet[0] ^= 1
 
-    monkeypatch.setattr(NativeSelect, "send", wrong)
+    monkeypatch.setattr(NativeSelect, "send_into", wrong)
     assert settled(monkeypatch) == f"it does not find what torch {torch.__version__} finds"
 
 
@@ -320,6 +360,7 @@ import torch
 from scrimp.exchange._cut import cut
 from scrimp.exchange._kept import Kept, Momentum
 from scrimp.exchange._native_select import why_not
+from scrimp.exchange._packet import pack, packet_nbytes, unpack
 from scrimp.exchange._residual import residual
 kept = Kept(rule=Momentum(momentum=0.9), states=[torch.zeros(9000)], rest=residual("fp32", 9000, torch.device("cpu")), numel=9000)
 positions, values = kept.add_and_send(torch.arange(9000.0), cut(9000, 0.001), torch.float32, 1.0)

@@ -82,15 +82,19 @@ class Opened:
         return self.master is self.weights
 
     def pieces(self, slot: Slot) -> Iterator[Piece]:
-        for inside, span in self.shards.pieces(self.layer, slot):
-            weight = self.weights[span]
-            yield Piece(
-                inside=inside,
-                weight=weight,
-                gradient=weight if self.gradients is None else self.gradients[span],
-                master=weight if self.own_master else self.master[span],
-                states=[state[field.span(span)] for state, field in zip(self.states, self.fields, strict=True)],
-            )
+        for index in range(len(self.shards.pieces(self.layer, slot))):
+            yield self.piece(slot, index)
+
+    def piece(self, slot: Slot, index: int) -> Piece:
+        inside, span = self.shards.pieces(self.layer, slot)[index]
+        weight = self.weights[span]
+        return Piece(
+            inside=inside,
+            weight=weight,
+            gradient=weight if self.gradients is None else self.gradients[span],
+            master=weight if self.own_master else self.master[span],
+            states=[state[field.span(span)] for state, field in zip(self.states, self.fields, strict=True)],
+        )
 
 
 MASTER = Field(dtype=torch.float32)

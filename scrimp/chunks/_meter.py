@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from scrimp.chunks._dispatch_private import PlainMode, Unseen
 from scrimp.chunks._replayed import Replayed
 from scrimp.chunks._weigh import Scale, signature_of
 from scrimp.ledger import Ledger
@@ -22,7 +23,7 @@ from scrimp.ledger import Ledger
 WRAPPED_NBYTES = 8
 
 
-class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CpuMeter(PlainMode):
     """Charges the ledger; calls `over(perhaps)` when the total passes the budget; with `perhaps` when it would, if nothing
     is let go. `peak_nbytes` is the most that was live of what this meter counts since it was last reset."""
 
@@ -38,25 +39,16 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[str, int]] = {}
         self._shapes: dict[int, tuple[int, ...]] = {}  # of what is counted
         self._coming: tuple[int, tuple[int, ...]] = (0, ())  # what the operator that runs now makes
-        self._entered = 0
-        self._own: Callable[[], None] | None = None
-
-    def __enter__(self) -> CpuMeter:
-        self._entered += 1
-        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+        self._alive: dict[int, weakref.ref[Any]] = {}  # storages that are counted, each with what is to happen when it dies
+        self._self = weakref.ref(self)  # what is told of a death must not keep the engine alive
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        self._entered -= 1
         self.release(self._wrapped_nbytes)
         self._wrapped_nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._own is not None:
-            own, self._own = self._own, None
-            own()
-            return func(*args, **kwargs)
         if func.is_view:  # makes nothing, but may show what no operator has made
             out = func(*args, **kwargs)
             self._count_all(out)
@@ -102,11 +94,8 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         not looked at one by one."""
         self.expect(nbytes, "temporaries")
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + nbytes)
-        if not self._entered:
+        with Unseen():
             run()
-            return
-        self._own = run
-        torch.empty(0)  # what runs inside of an operator this mode does not see
 
     def _flash(self, nbytes: int, kind: str = "temporaries") -> None:
         """There for so short that only the peak knows of it."""
@@ -134,27 +123,24 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.count(leaf)
 
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             return
         storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._known or not nbytes:
+        key = storage._cdata
+        if key in self._known or not (nbytes := storage.nbytes()):
             return
         self._known[key] = (kind, nbytes)
         self._shapes[key] = tuple(tensor.shape)
         self.live_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
         self.ledger.charge(kind, nbytes)
-        weakref.finalize(storage, _freed, weakref.ref(self), key)
+        self._alive[key] = weakref.ref(storage, partial(_freed, self._self, key))
 
-    def begin(self) -> None:
-        """torch loads its compiler, a second of imports, when a mode like this meets its first operator: not in a step."""
-        with self:
-            torch.empty(0)
+    def begin(self) -> None: ...
 
     def lend(self, tensor: torch.Tensor) -> None:
         """A batch, for the time of a step: its own bytes, though it may be a part of a larger storage."""
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             return
         key = tensor.untyped_storage()._cdata
         before = self._known.get(key, ("", 0))[1]
@@ -208,13 +194,13 @@ class CpuMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _freed(self, key: int) -> None:
         kind, nbytes = self._known.pop(key, ("", 0))
         self._shapes.pop(key, None)
+        self._alive.pop(key, None)
         if nbytes:
             self.live_nbytes -= nbytes
             self.ledger.free(kind, nbytes)
 
 
-def _freed(meter: weakref.ref[CpuMeter], key: int) -> None:
-    """Not a method: what lives longer than the engine must not keep it alive."""
+def _freed(meter: weakref.ref[CpuMeter], key: int, _: weakref.ref[Any]) -> None:
     alive = meter()
     if alive is not None:
         alive._freed(key)

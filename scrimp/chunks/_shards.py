@@ -48,8 +48,19 @@ class Shards:
     def chunks(self, layer: int) -> tuple[slice, ...]:
         return self._spans[layer]
 
-    def pieces(self, layer: int, slot: Slot) -> Iterator[tuple[slice, slice]]:
+    def pieces(self, layer: int, slot: Slot) -> tuple[tuple[slice, slice], ...]:
         """What this rank has of a slot, as spans (in the parameter, in the arenas), joined where they touch."""
+        key = layer, slot.start, slot.stop
+        if key not in self._found:
+            self._found[key] = (*self._pieces(layer, slot),)
+        return self._found[key]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int, int], tuple[tuple[slice, slice], ...]]:
+        """Pieces that were asked for: they are asked for several times in every step."""
+        return {}
+
+    def _pieces(self, layer: int, slot: Slot) -> Iterator[tuple[slice, slice]]:
         joined: tuple[int, int, int] | None = None  # start in the parameter, start in the arena, length
         for (start, stop), shard in zip(self.table.chunks(layer), self._spans[layer], strict=True):
             length = (stop - start) // self.world

@@ -16,7 +16,7 @@ from scrimp.chunks._worker import Gate
 from scrimp.engine._shares import Share
 from scrimp.errors import RunError
 from scrimp.exchange._arrived import mean_pieces, subtract
-from scrimp.exchange._kept import pieces
+from scrimp.exchange._kept import largest_piece
 from scrimp.exchange._round import Round
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ class Arrivals:
 
         def job() -> None:
             data = store.direct(layer)
-            whole = [share for share in shares if came.rows(share.name)[2].whole or self._raw]
-            there = {share.slot.name for share in whole if came.present_anywhere(share.name)}
-            ahead = {share.slot.name for share in shares if share not in whole}  # counted when they were sent
+            whole = {share.name for share in shares if self._raw or came.part(share.name).whole}
+            there = {share.slot.name for share in shares if share.name in whole and came.present_anywhere(share.name)}
+            ahead = {share.slot.name for share in shares if share.name not in whole}  # counted when they were sent
             for name in sorted(there - ahead):
                 counts[name] = counts.get(name, 0) + 1
             for share in shares:
                 piece = share.piece(data)
-                if share not in whole:
+                if share.name not in whole:
                     self._subtract(came, step, share, piece, scale, own_master=data.own_master, stood=stood)
                 elif share.slot.name in there:
                     self._update(came, updater, counts[share.slot.name], step, share, piece, scale, own_master=data.own_master)
@@ -78,8 +78,7 @@ class Arrivals:
         entries = 0 if part.how is None else part.how.entries
         if not part.whole and not self._raw:
             return 16 * entries
-        piece = next((span.stop for span in pieces(share.numel, rows.device)), 0)
-        return 16 * entries * rows.shape[0] + 8 * piece
+        return 16 * entries * rows.shape[0] + 8 * largest_piece(share.numel, rows.device)
 
     def _update(
         self, came: Round, updater: Updater, count: int, step: int, share: Share, piece: Piece, scale: float, *, own_master: bool

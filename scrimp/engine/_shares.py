@@ -20,7 +20,7 @@ class Share:
     numel: int
 
     def piece(self, data: Opened) -> Piece:
-        return [*data.pieces(self.slot)][self.index]
+        return data.piece(self.slot, self.index)
 
 
 def shares_of(store: Store) -> list[list[Share]]:

@@ -31,7 +31,7 @@ from scrimp.engine._sparse_state import load, tensors
 from scrimp.engine._updating import restore_all
 from scrimp.errors import RunError
 from scrimp.exchange._choice import measure_pace, sparse_pays
-from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule, pieces
+from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule, largest_piece
 from scrimp.exchange._round import Member, Round, plan_buckets
 from scrimp.exchange._select import select
 from scrimp.exchange._settings import Sparse
@@ -69,7 +69,7 @@ class SparseExchange:
         self._hire()
         self._sent: set[int] = set()  # layers whose gradients were used up
         self._sums: dict[str, torch.Tensor] = {}  # of micro-batches, where nothing is kept back
-        self._sound: dict[str, torch.Tensor] = {}  # whether all gradients of a parameter were finite, in this step
+        self._sound: dict[str, torch.Tensor | bool] = {}  # whether all gradients of a parameter were finite, in this step
 
     def _hire(self) -> None:
         self._comm = Worker("the exchange of gradients")
@@ -105,7 +105,7 @@ class SparseExchange:
             return
         assert self._round is not None
         self._round.open(layer)
-        (share,) = (share for share in self._trained[layer] if share.slot is slot)
+        share = next(share for share in self._trained[layer] if share.slot is slot)
 
         def take() -> None:
             self._sent.add(layer)
@@ -205,7 +205,7 @@ class SparseExchange:
 
     def _looked_at(self, numel: int) -> int:
         """How many of so many elements at a time."""
-        return next((span.stop for span in pieces(numel, self.store.device)), 0)
+        return largest_piece(numel, self.store.device)
 
     # Parts.
 
@@ -271,8 +271,9 @@ class SparseExchange:
         """A gradient into what is kept, and, with the last micro-batch, what travels of that into the row."""
         part, gradient, dtype = going.part(share.name), piece.gradient, going.dtype(share.name)
         sound = self._judge(share.name, gradient, first=first)
-        if gradient.device == CPU and not bool(sound):  # elsewhere the host would have to wait to know
-            going.judged(share.name, sound)
+        flag = None if isinstance(sound, bool) else sound
+        if sound is False:
+            going.judged(share.name, torch.tensor(False))
             return
         if part.whole:
             if not first:
@@ -281,27 +282,28 @@ class SparseExchange:
                 self._sums[share.name] = gradient.float()
             if last:
                 positions = None if part.how is None else select(gradient, part.how)
-                going.put(share.name, positions, gradient.to(dtype).masked_fill(~sound, 0))
+                going.put(share.name, positions, gradient if flag is None else gradient.to(dtype).masked_fill(~flag, 0))
                 self._sums.pop(share.name, None)
         else:
             kept, optimizer = self._kept(share, piece), self.optimizers[share.slot.name]
             lr = 1.0 if self._raw else float(rate(optimizer, step))
             if first and optimizer.weight_decay and not self._raw and not isinstance(optimizer, AdamW):
                 gradient = gradient.float().add(piece.master, alpha=optimizer.weight_decay)
-            flag = None if gradient.device == CPU else sound
             if last:
                 assert part.how is not None
                 packet = going.packet(share.name)
                 kept.send_into(packet, gradient, part.how, dtype, lr, count, first=first, sound=flag)
             else:
                 kept.add(gradient, lr, first=first, sound=flag)
-        if last and gradient.device != CPU:
-            going.judged(share.name, sound)
+        if last and flag is not None:
+            going.judged(share.name, flag)
 
-    def _judge(self, name: str, gradient: torch.Tensor, *, first: bool) -> torch.Tensor:
-        """Whether it is finite, and the step's micro-batches before it were."""
-        if gradient.device == CPU:  # a sum is quick, and finite unless something is wrong, or nearly
-            sound = torch.tensor(isfinite(gradient.sum()) or bool(torch.isfinite(gradient).all()))
+    def _judge(self, name: str, gradient: torch.Tensor, *, first: bool) -> torch.Tensor | bool:
+        """Whether it is finite, and the step's micro-batches before it were; on a device a flag, since the host would have to
+        wait to know."""
+        sound: torch.Tensor | bool
+        if gradient.is_cpu:  # a sum is quick, and finite unless something is wrong, or nearly
+            sound = isfinite(gradient.sum()) or bool(torch.isfinite(gradient).all())
         else:
             some = gradient if gradient.numel() else gradient.new_zeros(1)  # none at all have no largest
             sound = torch.linalg.vector_norm(some, torch.inf) < torch.inf

@@ -12,6 +12,7 @@ import torch
 from scrimp.exchange._bucket import Bucket, Part, misplaced
 from scrimp.exchange._cut import COLUMNS
 from scrimp.exchange._kept import pieces
+from scrimp.exchange._native_select import native_select
 from scrimp.exchange._packet import unpack
 from scrimp.exchange._select_fused import fused
 
@@ -22,10 +23,14 @@ def subtract(
     """The mean of what the ranks sent, times `scale`; `weight` is written where it has changed."""
     assert part.how is not None
     kernel, world = fused(master.device, bucket.dtype), rows.shape[0]
+    native = native_select() if master.is_cpu else None
     for rank in range(world):
         packet = rows[rank, part.start : part.stop]
         if kernel is not None:
             kernel.apply(packet, part.how, bucket.dtype, master, -scale / world, weight=weight)
+            continue
+        if native is not None:
+            native.arrived(packet, part.how, bucket.dtype, master, -scale / world, weight)
             continue
         positions, values = unpack(packet, part.how, bucket.dtype)
         master.index_add_(0, positions, values.float(), alpha=-scale / world)

@@ -71,15 +71,15 @@ def plan_bucket(
     return Bucket(parts=tuple(parts), dtype=dtype, nbytes=start, summed=summed)
 
 
-def put(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: torch.Tensor) -> None:
-    """A part's entries, or all of its values."""
+def put(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """A part's entries, or all of its values, of any type."""
     row[part.flag].fill_(PRESENT)  # a number that is set is copied, and on a GPU waited for
     here = row[part.start : part.stop]
     if part.how is None:
-        here[: part.numel * values.element_size()].view(values.dtype).copy_(values)
+        here[: part.numel * dtype.itemsize].view(dtype).copy_(values)
     else:
         assert positions is not None
-        pack(here, part.how, positions, values)
+        pack(here, part.how, positions, values.to(dtype))
 
 
 def seal(row: torch.Tensor, step: int, *, finite: bool = True) -> None:

@@ -131,6 +131,11 @@ class Kept:
     ) -> None:  # fmt: skip
         """The same, into a packet's bytes: on a GPU without waiting for it, and with little memory besides."""
         kernel = fused(self.rest.device, dtype) if self.rest.in_place and isinstance(self.rule, Momentum) else None
+        native = self._kernel(gradient) if sound is None and self.rest.in_place else None
+        if native is not None:
+            rest, numbers = self.rest.read(slice(0, self.numel)), self.rule.numbers(lr, count, first=first)
+            native.send_into(packet, rest, self.states, how, dtype, numbers, masking=self.masking, gradient=gradient)
+            return
         if kernel is None:
             pack(packet, how, *self.add_and_send(gradient, how, dtype, lr, count, first=first, sound=sound))
             return
@@ -183,7 +188,11 @@ def part_of(how: Cut, span: slice) -> Cut:
     return Cut(numel=span.stop - span.start, per_row=how.per_row, from_rest=how.from_rest if span.stop == how.numel else 0)
 
 
+def largest_piece(numel: int, device: torch.device) -> int:
+    return min(numel, COLUMNS * (CUDA_ROWS if device.type == "cuda" else ROWS))
+
+
 def pieces(numel: int, device: torch.device) -> Iterator[slice]:
-    length = COLUMNS * (CUDA_ROWS if device.type == "cuda" else ROWS)
+    length = max(1, largest_piece(numel, device))
     for start in range(0, numel, length):
         yield slice(start, min(start + length, numel))

@@ -21,6 +21,7 @@ struct kept {
     float rate, eps; /* these into the residual */
     int64_t per_row, from_rest;
     int64_t *positions; /* if nothing is sent, none */
+    uint16_t *places; /* where a packet wants them, each in its row; or none */
     void *values; /* if nothing is taken away, none */
     int values_kind, masking;
 };
@@ -31,6 +32,7 @@ struct kept {
 #define AT_ONCE 1024 /* elements, in the nearest cache */
 #define WAYS 4 /* counts of the same, so that one need not wait for the one before it */
 #define BINS 2048
+#define AHEAD 16 /* entries of a packet whose places are fetched */
 #define MAGNITUDE 0x7fffffff
 
 typedef uint16_t counts_of[WAYS][BINS]; /* of a row at most: a quarter of it each */
@@ -191,6 +193,7 @@ INLINE void find(const float *row, int64_t length, int64_t wanted, counts_of cou
 }
 
 static void take(const struct kept *k, int64_t from, int64_t n) {
+    if (k->places) for (int64_t j = from; j < from + n; j++) k->places[j] = (uint16_t)(k->positions[j] % BLOCK);
     const float limit = from_bits(k->values_kind == FP32 ? 0x7f7fffff : k->values_kind == BF16 ? 0x7f7f0000 : 0x477fe000);
     for (int64_t j = from; j < from + n; j++) {
         int64_t at = k->positions[j];
@@ -242,13 +245,35 @@ WIDE_TARGET static void rows_avx512(const struct kept *k, int64_t i, int64_t sto
 
 void scrimp_kept(float *rest, float *first, float *second, const void *gradient, int gradient_kind, int64_t numel, double carry,
                  double beta1, double beta2, double rate, double eps, int64_t per_row, int64_t from_rest, int64_t *positions,
-                 void *values, int values_kind, int masking, int level, int threads) {
+                 uint16_t *places, void *values, int values_kind, int masking, int level, int threads) {
     struct kept k = {
         .span = level == AVX512 ? rows_avx512 : level == AVX2 ? rows_avx2 : rows_plain,
         .numel = numel, .rest = rest, .first = first, .second = second, .gradient = gradient, .gradient_kind = gradient_kind,
         .carry = (float)carry, .lerp = (float)(1.0 - beta1), .beta2 = (float)beta2, .square = (float)(1.0 - beta2),
         .rate = (float)rate, .eps = (float)eps, .per_row = per_row, .from_rest = from_rest,
-        .positions = positions, .values = values, .values_kind = values_kind, .masking = masking,
+        .positions = positions, .places = places, .values = values, .values_kind = values_kind, .masking = masking,
     };
     run(&k, threads);
+}
+
+/* What a packet has is added to a master, times `times`; a weight is written where that has changed. Whole rows have `per_row`
+ * entries each, and what is left of them is of the rest. What lies beyond the end is left out, and makes it 0. */
+int scrimp_arrived(float *master, int64_t numel, void *weight, int weight_kind, const uint16_t *places, const void *values,
+                   int values_kind, int64_t per_row, int64_t entries, double times) {
+    const float by = (float)times;
+    int64_t row = 0, last = per_row, inside = 1;
+    for (int64_t j = 0; j < entries; j++) {
+        if (j == last && row + BLOCK < numel) row += BLOCK, last += per_row;
+        if (j + AHEAD < last && j + AHEAD < entries) __builtin_prefetch(master + row + places[j + AHEAD], 1);
+        int64_t at = row + places[j];
+        if (at >= numel) { inside = 0; continue; }
+        float value = values_kind == FP32 ? ((const float *)values)[j]
+                    : values_kind == BF16 ? from_bits((uint32_t)((const uint16_t *)values)[j] << 16)
+                                          : from_fp16(((const uint16_t *)values)[j]);
+        float now = master[at] += by * value;
+        if (weight_kind == BF16) ((uint16_t *)weight)[at] = to_bf16(now, 0);
+        else if (weight_kind == FP16) ((uint16_t *)weight)[at] = to_fp16(now);
+        else if (weight_kind == FP32) ((float *)weight)[at] = now;
+    }
+    return (int)inside;
 }

@@ -20,6 +20,7 @@ from scrimp.chunks._native import KINDS, LEVELS
 from scrimp.chunks._native_build import load
 from scrimp.chunks._settle import kernel_or_reason
 from scrimp.exchange._cut import COLUMNS, Cut, cut
+from scrimp.exchange._packet import packet_nbytes, parts, unpack
 
 SOURCE = Path(__file__).with_name("_native_select.c")
 NOTHING = Cut(numel=0, per_row=0, from_rest=0)
@@ -27,8 +28,9 @@ TRIED = 2 * COLUMNS + 777  # whole rows and a rest
 
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 _KEPT: tuple[Any, ...] = (
-    *[_POINTER] * 4, _INT, _LONG, *[_DOUBLE] * 5, *[_LONG] * 2, *[_POINTER] * 2, *[_INT] * 4,
+    *[_POINTER] * 4, _INT, _LONG, *[_DOUBLE] * 5, *[_LONG] * 2, *[_POINTER] * 3, *[_INT] * 4,
 )  # fmt: skip
+_ARRIVED: tuple[Any, ...] = (_POINTER, _LONG, _POINTER, _INT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _DOUBLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,34 @@ class NativeSelect:
         self._call(rest, states, gradient, numbers, how, positions, values, masking=masking and bool(states))
         return positions, values
 
+    def send_into(
+        self, packet: torch.Tensor, rest: torch.Tensor, states: Sequence[torch.Tensor], how: Cut, dtype: torch.dtype,
+        numbers: Numbers, *, masking: bool, gradient: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The same, as a packet's bytes."""
+        places, values = parts(packet, how, dtype)
+        positions = torch.empty(how.entries, dtype=torch.int64, device="cpu")
+        self._call(rest, states, gradient, numbers, how, positions, values, places, masking=masking and bool(states))
+
+    def arrived(
+        self, packet: torch.Tensor, how: Cut, dtype: torch.dtype, master: torch.Tensor, times: float,
+        weight: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """What a packet has is added to a master, times a number; `weight` is written where that has changed."""
+        others = (packet,) if weight is None else (packet, weight)
+        if not takes([master]) or not all(other.is_cpu and other.is_contiguous() for other in others):
+            raise ValueError("the native kernel is for contiguous CPU tensors, with the master in fp32")
+        if how.numel != master.numel() or (weight is not None and weight.numel() != how.numel):
+            raise ValueError(f"{how} does not fit {master.numel()} elements")
+        places, values = parts(packet, how, dtype)
+        kinds = (0 if weight is None else KINDS[weight.dtype], KINDS[dtype])
+        inside = self.library.scrimp_arrived(
+            master.data_ptr(), how.numel, _at(weight), kinds[0], places.data_ptr(), values.data_ptr(), kinds[1], how.per_row,
+            how.entries, times,
+        )  # fmt: skip
+        if not inside:
+            raise ValueError(f"a packet has a place beyond the {how.numel} elements")
+
     def select(self, values: torch.Tensor, how: Cut) -> torch.Tensor:
         """Positions of the largest, and nothing is changed."""
         positions = torch.empty(how.entries, dtype=torch.int64, device="cpu")
@@ -82,7 +112,8 @@ class NativeSelect:
 
     def _call(
         self, rest: torch.Tensor | None, states: Sequence[torch.Tensor], gradient: torch.Tensor | None, numbers: Numbers,
-        how: Cut, positions: torch.Tensor | None, values: torch.Tensor | None, *, masking: bool,
+        how: Cut, positions: torch.Tensor | None, values: torch.Tensor | None, places: torch.Tensor | None = None, *,
+        masking: bool,
     ) -> None:  # fmt: skip
         fp32 = [*([] if rest is None else [rest]), *states]
         numel = fp32[0].numel()
@@ -95,7 +126,8 @@ class NativeSelect:
         self.library.scrimp_kept(
             _at(rest), _at(first), _at(second), _at(gradient), kinds[0], numel,
             numbers.carry, *numbers.betas, numbers.rate, numbers.eps,
-            how.per_row, how.from_rest, _at(positions), _at(values), kinds[1], masking, self.level, torch.get_num_threads(),
+            how.per_row, how.from_rest, _at(positions), _at(places), _at(values), kinds[1], masking, self.level,
+            torch.get_num_threads(),
         )  # fmt: skip
 
 
@@ -132,6 +164,7 @@ def _settled() -> NativeSelect | str:
 def _made() -> NativeSelect | str:
     library, compiler = load(SOURCE)
     library.scrimp_kept.argtypes, library.scrimp_kept.restype = _KEPT, None
+    library.scrimp_arrived.argtypes, library.scrimp_arrived.restype = _ARRIVED, _INT
     kernel = NativeSelect(library, compiler, library.scrimp_level())
     return kernel if _tried(kernel) else f"it does not find what torch {torch.__version__} finds"
 
@@ -149,7 +182,9 @@ def _tried(kernel: NativeSelect) -> bool:
         u, v, gradient = drawn(100), drawn(upto), drawn(100).to(dtype)
         mine_u, mine_v = u.clone(), v.clone()
         numbers = Numbers(carry=0.5, rate=0.25)
-        positions, sent = kernel.send(mine_v, [mine_u], how, dtype, numbers, masking=True, gradient=gradient)
+        packet = torch.zeros(packet_nbytes(how, dtype), dtype=torch.uint8, device="cpu")
+        kernel.send_into(packet, mine_v, [mine_u], how, dtype, numbers, masking=True, gradient=gradient)
+        positions, sent = unpack(packet, how, dtype)
         v.add_(u.mul_(0.5).add_(gradient), alpha=0.25)
         starts = range(0, TRIED, COLUMNS)
         sorted_rows = [v[start : start + COLUMNS].abs().sort(descending=True, stable=True).indices + start for start in starts]
@@ -159,6 +194,10 @@ def _tried(kernel: NativeSelect) -> bool:
         v[largest] -= rounded.float()
         u[largest] = 0
         same += [torch.equal(*pair) for pair in ((positions, largest), (sent, rounded), (mine_u, u), (mine_v, v))]
+        mine, weight = drawn(100) / 7, torch.zeros(TRIED, dtype=dtype, device="cpu")
+        master = mine.clone().index_add_(0, largest, rounded.float(), alpha=-1 / 3)
+        kernel.arrived(packet, how, dtype, mine, -1 / 3, weight)
+        same += [torch.equal(mine, master), torch.equal(weight[largest], master[largest].to(dtype))]
     m, root, v = drawn(100), drawn(100).abs(), drawn(100)
     everything = Cut(numel=TRIED, per_row=COLUMNS, from_rest=how.rest)
     numbers = Numbers(betas=(0.5, 0.0), rate=3.0, eps=1.0)  # the second moment is the gradient's square

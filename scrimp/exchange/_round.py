@@ -115,7 +115,7 @@ class Round:
         k, part = self._where[name]
         row = self._rows[k]
         assert row is not None
-        put(row, part, positions, values)
+        put(row, part, positions, values, self.buckets[k].dtype)
         self.present.add(name)
 
     def packet(self, name: str) -> torch.Tensor:

@@ -126,11 +126,11 @@ def sparse_hook(
         flat = gradient.reshape(-1)
         if part.how is None or part.how.everything:
             positions = None if part.how is None else select(flat, part.how)
-            put(row, part, positions, flat.to(state.values))
+            put(row, part, positions, flat, state.values)
             continue
         kept = state.of(part.name)
         sent[part.name] = kept.add_and_send(flat, part.how, state.values, 1.0)  # the optimizer has the rate
-        put(row, part, *sent[part.name])
+        put(row, part, *sent[part.name], state.values)
     seal(row, step, finite=finite)
     rows = row.new_empty(world * row.numel())
     work = dist.all_gather_into_tensor(rows, row, group=state.group, async_op=True)

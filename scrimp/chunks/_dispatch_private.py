@@ -1,0 +1,43 @@
+"""torch's dispatch to modes, by private names: switched off for a while, and without the detour that keeps its compiler away,
+which it takes for every operator, and which a mode does not need that only counts: under a mode nothing is compiled.
+
+Where the name is missing, modes are taken off and put back, which takes longer.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_GUARD: Any = getattr(torch._C, "_DisableTorchDispatch", None)
+AVAILABLE = _GUARD is not None
+
+
+class PlainMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode whose operators come straight."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Unseen:
+    """Operators that run inside are seen by no mode of this thread, and by no autograd."""
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        if AVAILABLE:
+            self._guard = _GUARD()  # it lasts as long as the object
+        else:
+            self._guard = _disable_current_modes()
+            self._guard.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not AVAILABLE:
+            self._guard.__exit__(kind, error, trace)
+        self._guard = None
+        torch._C._set_grad_enabled(self._before)
