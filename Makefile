@@ -11,6 +11,9 @@ BENCH_READY := $(VENV)/.bench-ready
 # Ranks are processes here: one thread each, or 8 of them fight over the cores.
 export OMP_NUM_THREADS := 1
 
+# So many files of tests run at a time, each with ranks of its own.
+JOBS ?= 2
+
 .PHONY: help demo test test-full test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-convergence contenders performance clean
 
 help:
@@ -51,10 +54,10 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 test-full: lint
-	$(BIN)/python -m pytest --full
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --full
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -30,7 +30,7 @@ from scrimp.exchange._select_fused import fused
 
 OURS, DGC = "scrimp's selection", "DGC's selection"
 TARGET = 1.12  # times as fast
-WARM_UP, STEPS, ROUNDS = 6, 15, 3
+WARM_UP, STEPS, ROUNDS = 6, 30, 5
 SENT: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by where their packet would be
 
 
