@@ -44,6 +44,11 @@ def improve(
     return tuple(state.choice)
 
 
+def turn_work(reduced: Reduced) -> int:
+    """What it takes, about, to look at every node and every link once."""
+    return len(reduced.floor) * (sum(len(costs.seconds) for costs in reduced.nodes) + _PAIRS * len(reduced.links))
+
+
 class _State:
     def __init__(self, reduced: Reduced, choice: Sequence[int], objective: str, limit: float, held_limit: float) -> None:
         self.reduced, self.choice, self.objective = reduced, list(choice), objective

@@ -20,7 +20,8 @@ from scrimp.planner._model import HELD, PEAK, SCALE, SECONDS, Model, Program
 from scrimp.planner._points import Numbers
 from scrimp.planner._problem import Problem
 from scrimp.planner._reduce import reduce
-from scrimp.planner._search import WORK, improve
+from scrimp.planner._relax import relaxed, watch
+from scrimp.planner._search import WORK, improve, turn_work
 
 Progress = Callable[[str, float, float], None]  # the objective, the best value so far, and what none can be below
 
@@ -28,6 +29,7 @@ _EQUAL = 1e-8  # what is nearer than this, relatively, is equal
 _MARGIN = 1e-9  # for sums of floats in another order, and for what a solver may err
 _NONE = 1e-6  # of an option, what is no part
 _RELAX = 0.7  # the part of the time that the linear program may take
+_TURNS = 4
 _SEARCH = 0.15  # the part of the time that small steps may take
 IS_OPTIMAL, WITHIN_GAP, TIME_LIMIT = "optimal", "within gap", "time limit"
 
@@ -70,7 +72,7 @@ class Session:
 
     @cached_property
     def model(self) -> Model:
-        return Model(self.reduced)
+        return Model(self.reduced, np.arange(0))
 
     def value(self, choice: tuple[int, ...], objective: str) -> float:
         whole = self.reduced.original(choice)
@@ -115,12 +117,19 @@ class _Question:
             return self.found(proven=True)
         for choice in list(self.session.known):
             self.take(choice)
-        # Not for long: the linear program is a better guide, and may be quicker.
-        self.search(self.best or tuple(int(node.seconds.argmin()) for node in reduced.nodes), WORK // 10)
+        self.search(self.best or tuple(int(node.seconds.argmin()) for node in reduced.nodes), self.first_work())
         if self.close_enough(_EQUAL):
             return self.found(proven=True)
-        self.session.model.restart(self.units())
+        # Any point can be the peak. A limit is reached at few points, and those come to light (`_relax.py`).
+        self.session.model.restart(self.units(), np.arange(len(reduced.floor) if self.objective == PEAK else 0))
         return self.found(proven=not self.relax() or self.branch())
+
+    def first_work(self) -> int:
+        """Small steps are not taken for long: the linear program is a better guide, and may be quicker. But of a large problem's
+        least peak it is by far the slower: there each node and each link has its turn a few times."""
+        if self.objective != PEAK:
+            return WORK // 10
+        return min(max(WORK // 10, _TURNS * turn_work(self.session.reduced)), WORK)
 
     def units(self) -> dict[str, float]:
         """Those in which what is asked for is some 1,000; where nothing is known of it, the most that there can be. Bytes are
@@ -183,15 +192,15 @@ class _Question:
     def relax(self) -> bool:
         """The linear program; False if not even that has a solution."""
         model = self.session.model
-        self.size = (model.columns, model.rows, len(model.value))
         left = _RELAX * (self.deadline - time.monotonic())
-        answer = minimise(self.program(), whole=False, seconds=left, solver=self.session.solver)
+        answer = relaxed(model, self.program, self.limit, seconds=left, solver=self.session.solver)
+        self.size = (model.columns, model.rows, len(model.value))
         if answer.status == INFEASIBLE:
             return self.best is not None
         if answer.status != OPTIMAL and self.best is not None:  # then at least as small steps can make it
             self.search_deadline = self.deadline
             self.search(self.best)
-        if answer.status == OPTIMAL and answer.values is not None and answer.reduced is not None:
+        if answer.values is not None and answer.reduced is not None and math.isfinite(answer.bound):
             self.raise_bound(answer.bound)
             if self.objective == SECONDS:
                 columns, per = [model.peak, model.held], [model.units[PEAK], model.units[HELD]]
@@ -252,9 +261,9 @@ class _Question:
             if answer.values is None:
                 return False
             choice = model.read(answer.values)
+            self.take(choice)
             if self.over(choice):
                 continue
-            self.take(choice)
             self.tell()
             return answer.status == OPTIMAL
         return True
@@ -265,12 +274,14 @@ class _Question:
             self.session.progress(self.objective, value * unit, max(bound * unit, self.bound))
 
     def over(self, choice: tuple[int, ...]) -> bool:
-        """Whether a solver's choice is over a limit after all; it will not come back."""
-        profile = self.session.reduced.profile(choice)
+        """Whether a solver's choice is over a limit after all, or at a point that had no row; it will not come back."""
+        model, profile = self.session.model, self.session.reduced.profile(choice)
+        if watch(model, profile, self.limit):
+            return True
         if profile.max() > self.limit:
-            self.session.model.forbid(choice, int(np.argmax(profile)))
+            model.forbid(choice, int(np.argmax(profile)))
         elif self.session.value(choice, HELD) > self.held_limit:
-            self.session.model.forbid(choice, None)
+            model.forbid(choice, None)
         else:
             return False
         return True
