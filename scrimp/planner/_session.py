@@ -29,7 +29,7 @@ _EQUAL = 1e-8  # what is nearer than this, relatively, is equal
 _MARGIN = 1e-9  # for sums of floats in another order, and for what a solver may err
 _NONE = 1e-6  # of an option, what is no part
 _RELAX = 0.7  # the part of the time that the linear program may take
-_TURNS = 4
+_TURNS = 4  # how often each node and link of a large problem has its turn, for the least peak
 _SEARCH = 0.15  # the part of the time that small steps may take
 IS_OPTIMAL, WITHIN_GAP, TIME_LIMIT = "optimal", "within gap", "time limit"
 
@@ -117,19 +117,17 @@ class _Question:
             return self.found(proven=True)
         for choice in list(self.session.known):
             self.take(choice)
-        self.search(self.best or tuple(int(node.seconds.argmin()) for node in reduced.nodes), self.first_work())
+        # Not for long: the linear program is a better guide, and may be quicker.
+        start = tuple(int(node.seconds.argmin()) for node in reduced.nodes)
+        self.search(self.best or start, WORK // 10)
+        turns = min(_TURNS * turn_work(reduced), WORK)
+        if self.objective == PEAK and turns > WORK // 10 and not self.close_enough(_EQUAL):
+            self.search(self.best or start, turns, stop=True)  # of a large problem's peak it is by far the slower
         if self.close_enough(_EQUAL):
             return self.found(proven=True)
         # Any point can be the peak. A limit is reached at few points, and those come to light (`_relax.py`).
         self.session.model.restart(self.units(), np.arange(len(reduced.floor) if self.objective == PEAK else 0))
         return self.found(proven=not self.relax() or self.branch())
-
-    def first_work(self) -> int:
-        """Small steps are not taken for long: the linear program is a better guide, and may be quicker. But of a large problem's
-        least peak it is by far the slower: there each node and each link has its turn a few times."""
-        if self.objective != PEAK:
-            return WORK // 10
-        return min(max(WORK // 10, _TURNS * turn_work(self.session.reduced)), WORK)
 
     def units(self) -> dict[str, float]:
         """Those in which what is asked for is some 1,000; where nothing is known of it, the most that there can be. Bytes are
@@ -166,11 +164,17 @@ class _Question:
                 self.session.known.append(choice)
                 self.tell()
 
-    def search(self, choice: tuple[int, ...], work: int = WORK) -> None:
+    def search(self, choice: tuple[int, ...], work: int = WORK, *, stop: bool = False) -> None:
+        """`stop`: at a peak that none is below, whatever its seconds."""
         targets = (max(self.bound, 0), self.limit) if self.objective == PEAK else (self.limit,)
+        least = self.bound if stop else -math.inf
         for target in targets:
-            choice = improve(self.session.reduced, choice, self.objective, target, self.held_limit, self.search_deadline, work)
+            choice = improve(
+                self.session.reduced, choice, self.objective, target, self.held_limit, self.search_deadline, work, least
+            )
             self.take(choice)
+            if stop and self.close_enough(_EQUAL):
+                break
 
     def tell(self) -> None:
         if self.session.progress is not None:
