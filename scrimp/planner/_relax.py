@@ -33,12 +33,12 @@ def relaxed(model: Model, program: Callable[[], Program], limit: float, *, secon
             return replace(known, status=STOPPED)
         if answer.status != OPTIMAL or answer.values is None:
             return answer
-        if not watch(model, model.profile(answer.values), limit + _OVER * model.units[PEAK]):
+        if not give_rows(model, model.profile(answer.values), limit + _OVER * model.units[PEAK]):
             return answer
         known = answer
 
 
-def watch(model: Model, profile: Numbers, limit: float) -> bool:
+def give_rows(model: Model, profile: Numbers, limit: float) -> bool:
     """Rows for points at which more is held than this and than at their neighbours, if such have none: the worst of them."""
     before, after = (np.concatenate(each) for each in (([-np.inf], profile[:-1]), (profile[1:], [-np.inf])))
     over = (profile > limit) & (profile > before) & (profile >= after)

@@ -20,7 +20,7 @@ from scrimp.planner._model import HELD, PEAK, SCALE, SECONDS, Model, Program
 from scrimp.planner._points import Numbers
 from scrimp.planner._problem import Problem
 from scrimp.planner._reduce import reduce
-from scrimp.planner._relax import relaxed, watch
+from scrimp.planner._relax import give_rows, relaxed
 from scrimp.planner._search import WORK, improve, turn_work
 
 Progress = Callable[[str, float, float], None]  # the objective, the best value so far, and what none can be below
@@ -223,16 +223,23 @@ class _Question:
         then have one: it is quick, and where a limit binds it is better than rounding and small steps."""
         if self.best is None or self.close_enough(self.gap):
             return
-        start = self.session.model.write(self.best)
-        program = self.program()
-        out = program.whole & (values < _NONE) & (start < _NONE)
-        program = replace(program, upper=np.where(out, 0.0, program.upper))
-        left = _SEARCH * max(self.deadline - time.monotonic(), 0)
-        answer = minimise(program, whole=True, seconds=left, gap=self.gap / 4, start=start, solver=self.session.solver)
-        if answer.values is not None:
-            self.search_deadline = time.monotonic() + left
-            self.take(choice := self.session.model.read(answer.values))
-            self.search(choice)
+        model, left = self.session.model, _SEARCH * max(self.deadline - time.monotonic(), 0)
+        until, some = time.monotonic() + left, values[: model.binaries] >= _NONE
+        while True:
+            start, program = model.write(self.best), self.program()
+            upper = program.upper.copy()
+            upper[: model.binaries] *= some | (start[: model.binaries] >= _NONE)
+            answer = minimise(
+                replace(program, upper=upper), whole=True, seconds=until - time.monotonic(), gap=self.gap / 4, start=start,
+                solver=self.session.solver,
+            )  # fmt: skip
+            if answer.values is None:
+                return
+            self.take(choice := model.read(answer.values))
+            if time.monotonic() > until or not self.over(choice):
+                break
+        self.search_deadline = time.monotonic() + left
+        self.search(choice)
 
     def caps(self) -> dict[str, float]:
         """Of bytes and seconds the most that a choice may have that is as good as the best one known."""
@@ -274,13 +281,15 @@ class _Question:
 
     def watch(self, value: float, bound: float) -> None:
         if self.session.progress is not None:
-            unit = self.session.model.units[self.objective]
+            unit, reduced = self.session.model.units[self.objective], self.session.reduced
+            if self.limit < math.inf and len(self.session.model.points) < len(reduced.floor):
+                value = self.value / unit  # for the solver's may be over the limit where there are no rows
             self.session.progress(self.objective, value * unit, max(bound * unit, self.bound))
 
     def over(self, choice: tuple[int, ...]) -> bool:
         """Whether a solver's choice is over a limit after all, or at a point that had no row; it will not come back."""
         model, profile = self.session.model, self.session.reduced.profile(choice)
-        if watch(model, profile, self.limit):
+        if give_rows(model, profile, self.limit):
             return True
         if profile.max() > self.limit:
             model.forbid(choice, int(np.argmax(profile)))
