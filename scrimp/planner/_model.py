@@ -23,7 +23,8 @@ last linear program is the price of a byte. `_caps` fixes variables to 0 that no
 is over the limit, or slower than a choice that is known. Without a limit its rows are left out.
 
 Bytes are counted in units in which the limit, or the peak of a choice that is known, is 1,000 above what is there whatever is
-chosen; seconds in such that a known choice takes 1,000. So a solver's tolerances (1e-9 here) are 1e-12 of what is asked for.
+chosen, at the point where there is most room; seconds in such that a known choice takes 1,000. So a solver's tolerances (1e-9
+here) are 1e-12 of what is asked for.
 """
 
 from __future__ import annotations

@@ -131,16 +131,21 @@ class _Question:
 
     def units(self) -> dict[str, float]:
         """Those in which what is asked for is some 1,000; where nothing is known of it, the most that there can be. Bytes are
-        whole: a finer unit would only make numbers that a solver cannot work with."""
+        whole: a finer unit would only make numbers that a solver cannot work with. So would one made for the point with the
+        least room: there may be none at all, and gigabytes elsewhere."""
         reduced, caps = self.session.reduced, self.caps()
         parts = [*reduced.nodes, *(link.costs for link in reduced.links)]
+        above = np.zeros(len(reduced.floor))
+        for costs in parts:
+            for first, last, table in costs.spans:
+                above[first : last + 1] += table.max()
         most = {
-            PEAK: sum(int(table.max()) for costs in parts for _, _, table in costs.spans),
             HELD: sum(int(costs.held.max()) for costs in parts),
             SECONDS: sum(float(costs.seconds[np.isfinite(costs.seconds)].max()) for costs in parts),
         }
-        least = {PEAK: int(reduced.floor.max()), HELD: reduced.held, SECONDS: 0.0}
+        least = {HELD: reduced.held, SECONDS: 0.0}
         ranges = {name: most[name] if caps[name] == math.inf else caps[name] - least[name] for name in most}
+        ranges[PEAK] = float(np.minimum(caps[PEAK] - reduced.floor, above).max())
         return {name: (each or 1.0) / SCALE if name == SECONDS else max(each / SCALE, 1.0) for name, each in ranges.items()}
 
     def found(self, *, proven: bool) -> Found:
