@@ -2,8 +2,9 @@
 
 A problem has hundreds of points, and few of them keep a solution from being better: where others are far below the limit, their
 rows say nothing, but a solver works on them ten times as long as on all the rest. So it is asked without any first. Where its
-solution is over the limit, the points with the most are given rows, and it is asked again, until it is over at none. Every one
-of these programs asks less than the whole one, so what it says is a bound; and the last one's solution is the whole one's.
+solution is over the limit, the points with more than their neighbours are given rows, and it is asked again, until it is over
+at none. Every one of these programs asks less than the whole one, so what it says is a bound; and the last one's solution is
+the whole one's. Rows of points that it is not over at are missing in branch and bound as well, and are given in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from scrimp.planner._model import PEAK, Model, Program
 from scrimp.planner._points import Numbers
 
 _OVER = 1e-6  # in the program's units: a solver may err by as much
-_WORST = 16  # points at a time
 
 
 def relaxed(model: Model, program: Callable[[], Program], limit: float, *, seconds: float, solver: str | None) -> Answer:
@@ -39,13 +39,12 @@ def relaxed(model: Model, program: Callable[[], Program], limit: float, *, secon
 
 
 def give_rows(model: Model, profile: Numbers, limit: float) -> bool:
-    """Rows for points at which more is held than this and than at their neighbours, if such have none: the worst of them."""
+    """Rows for points at which more is held than this and than at their neighbours, if there are such without one. All of them,
+    though a few would do for a bound: so what is chosen by the linear program is less over in between."""
     before, after = (np.concatenate(each) for each in (([-np.inf], profile[:-1]), (profile[1:], [-np.inf])))
     over = (profile > limit) & (profile > before) & (profile >= after)
     over[model.points] = False
-    found = np.flatnonzero(over)
-    if not len(found):
+    if not over.any():
         return False
-    worst = found[np.argsort(-profile[found], kind="stable")[:_WORST]]
-    model.hold(np.union1d(model.points, worst))
+    model.hold(np.union1d(model.points, np.flatnonzero(over)))
     return True
