@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.solver import blocks_problem
-from scrimp.planner import Problem, _backend, _reduce, _relax, _session, evaluate, solve
+from scrimp.planner import Hold, Node, Problem, _backend, _reduce, _relax, _session, evaluate, solve
 from scrimp.planner._model import HELD, PEAK, SECONDS, Model
 from scrimp.planner._reduce import Reduced, reduce
 from scrimp.planner._search import improve
@@ -111,6 +112,26 @@ def test_a_solution_that_a_solver_has_over_the_limit_is_never_told(monkeypatch: 
     assert found.choice is not None
     assert evaluate(problem, found.choice).peak_nbytes <= 0.9 * quickest.peak_nbytes
     assert min(told) >= found.phase.value * (1 - 1e-9)
+
+
+def test_numbers_are_ones_a_solver_can_work_with_where_there_is_no_room_at_the_peak() -> None:
+    """At one point all that is there must be; at others gigabytes are free. In units made for the first, HiGHS took whatever
+    it was given to start from for the best."""
+    blocks = blocks_problem(6, 8, 6, "each")
+    top = 10 * solve(blocks, objective="time").peak_nbytes
+    always = Node(name="always", options=("there",), seconds=(0.0,), holds=(Hold(first=0, last=0, kind="k", nbytes=(top,)),))
+    only_there = replace(blocks, points=1, nodes=(always,), edges=())
+    session = Session(replace(blocks, nodes=(*blocks.nodes, always)))
+    limit = int(session.reduced.floor.max())
+    assert limit >= evaluate(only_there, (0,)).peak_nbytes == top
+    question = _session._Question(session, SECONDS, limit, math.inf, 20, 0.0)
+    session.model.restart(question.units(), np.arange(len(session.reduced.floor)))
+    program = question.program()
+    assert 1 < np.abs(program.value).max() < 1e5
+    found = session.minimise(SECONDS, limit=limit, seconds=20, gap=0.0)
+    assert found.phase.status == "optimal"
+    assert found.choice is not None
+    assert evaluate(session.problem, found.choice).peak_nbytes == limit
 
 
 def _dominated(problem: Problem) -> Iterator[tuple[int, int]]:
