@@ -12,7 +12,7 @@ layers is always kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -261,7 +261,7 @@ class Assembly:
         part, ways = self.parts[user], self.ways[user, use.group]
         options = part.model.options[use.group]
         needed = ways.spread([option.needed[name] for option in options])
-        seconds, nbytes = self.tables(made, needed, ITEMSIZE[part.model.values[name].dtype])
+        seconds, nbytes = self.moves.tables(made, needed, ITEMSIZE[part.model.values[name].dtype])
         pair = (node, self.nodes[user, use.group])
         for span, when in ((use.forward, FORWARD), (use.backward, BACKWARD)):
             if span is not None:
@@ -273,11 +273,6 @@ class Assembly:
         self.sketch.pair_cost(*pair, copies * seconds * again, BACKWARD)
         self.sketch.pair_hold(*pair, part.again, part.again, TEMPORARIES, nbytes * again)
         return again
-
-    def tables(self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int) -> tuple[Numbers, Numbers]:
-        """Seconds of moves, and bytes of the copies."""
-        seconds = _table(made, needed, lambda x, y: self.moves.seconds(x, y, itemsize))
-        return seconds, _table(made, needed, lambda x, y: self.moves.nbytes(x, y, itemsize)).astype(np.int64)
 
     def _is_kept(self, maker: int, name: str, user: int, as_name: str) -> bool:
         """It is there in the user's backward anyhow, if it is kept at all."""
@@ -311,13 +306,6 @@ def _open(model: LayerModel, g: int, ways: Sequence[str]) -> tuple[str, ...]:
         return tuple(ways)
     needed = any(model.makers.get(name) == g and any(use.forward for use in uses) for name, uses in model.uses.items())
     return tuple(way for way in ways if way == KEEP or (way == RECOMPUTE and needed))
-
-
-def _table(made: Sequence[Placed], needed: Sequence[Placed], of: Callable[[Placed, Placed], float]) -> Numbers:
-    """By pairs; few of them differ."""
-    rows, columns = list(dict.fromkeys(made)), list(dict.fromkeys(needed))
-    found = np.array([[of(one, other) for other in columns] for one in rows])
-    return found[np.ix_([rows.index(one) for one in made], [columns.index(one) for one in needed])]
 
 
 def words(mesh: Mesh, option: Option) -> str:

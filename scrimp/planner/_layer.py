@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from scrimp.capture._graph import BORDER, MADE, PARAMETER, LayerGraph, Value
 from scrimp.planner._groups import Group, groups_of
@@ -40,7 +41,7 @@ class LayerModel:
     lives: Mapping[str, Span]
     reads: Mapping[str, tuple[int, ...]]
 
-    @property
+    @cached_property
     def forward_ops(self) -> int:
         return sum(1 for op in self.graph.ops if not op.backward)
 

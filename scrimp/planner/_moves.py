@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
+
+import numpy as np
 
 from scrimp.planner._axiswise import AxisWise
 from scrimp.planner._placed import Placed, common, placed
+from scrimp.planner._sketch import Numbers
+
+Places = tuple[Placed, ...]
 
 
 class Moves:
@@ -15,6 +21,18 @@ class Moves:
         self.costs, self.mesh = costs, costs.mesh
         self.sizes = dict(costs.mesh.axes)
         self._seconds: dict[tuple[Placed, Placed, int], float] = {}
+        self._tables: dict[tuple[Places, Places, int], tuple[Numbers, Numbers]] = {}
+
+    def tables(self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int) -> tuple[Numbers, Numbers]:
+        """By pairs: seconds of moves, and bytes of the copies. Few pairs differ, and layers that are alike ask the same."""
+        rows, columns = ({place: k for k, place in enumerate(dict.fromkeys(places))} for places in (made, needed))
+        key = (*rows,), (*columns,), itemsize
+        if key not in self._tables:
+            seconds = [[self.seconds(one, other, itemsize) for other in columns] for one in rows]
+            nbytes = [[self.nbytes(one, other, itemsize) for other in columns] for one in rows]
+            self._tables[key] = np.array(seconds, float), np.array(nbytes, np.int64)
+        pairs = np.ix_([rows[place] for place in made], [columns[place] for place in needed])
+        return self._tables[key][0][pairs], self._tables[key][1][pairs]
 
     def seconds(self, source: Placed, target: Placed, itemsize: int) -> float:
         if source == target:

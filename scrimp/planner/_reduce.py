@@ -22,6 +22,7 @@ from scrimp.errors import PlanError
 from scrimp.planner._points import Numbers, maximal_points
 from scrimp.planner._problem import Problem
 
+_SOME = 64  # numbers of two options that are compared first
 Span = tuple[int, int, Numbers]  # first and last point, bytes by option or by pair
 
 
@@ -48,8 +49,18 @@ class Costs:
     def side(self, side: int) -> Numbers:
         """All its numbers, a row for every option of one side; what is forbidden is infinite."""
         tables = [self.seconds, self.held, *(table for _, _, table in self.spans)]
-        rows = [np.where(np.isfinite(self.seconds), table, np.inf) for table in tables]
-        return np.concatenate([np.moveaxis(row, side, 0).reshape(row.shape[side], -1) for row in rows], axis=1)
+        allowed = np.isfinite(self.seconds)
+        if not allowed.all():
+            tables = [np.where(allowed, table, np.inf) for table in tables]
+        return np.concatenate([(table.T if side else table).reshape(table.shape[side], -1) for table in tables], axis=1)
+
+    def matters(self, side: int) -> bool:
+        """Whether it makes a difference which option of a side is chosen."""
+        seconds = self.seconds.T if side else self.seconds
+        if (seconds != seconds[0]).any():
+            return True  # most do, so there is no need to look at all
+        rows = self.side(side)
+        return bool((rows != rows[0]).any())
 
     def tidy(self) -> None:
         """Spans that do not overlap, in order, and without those that hold nothing."""
@@ -153,6 +164,7 @@ class _Work:
                 self.around[i].append(key)
         self.options = [np.arange(len(node.options)) for node in problem.nodes]
         self.instead = [np.arange(len(node.options)) for node in problem.nodes]  # by number in the problem
+        self.fresh = set(range(len(self.nodes)))  # those of which something has changed since they were looked at
         self.seconds, self.held = 0.0, 0
         self.floor = np.zeros(problem.points, np.int64)
 
@@ -181,6 +193,7 @@ class _Work:
         self.nodes[i].take(options, 0)
         for key in self.around[i]:
             self.edges[key].take(options, key.index(i))
+            self.fresh.add(key[1 - key.index(i)])
 
     def compress(self) -> Numbers:
         """Constants go to the floor, and only maximal points stay."""
@@ -217,9 +230,9 @@ class _Work:
         before = len(self.edges)
         for key, costs in list(self.edges.items()):
             for side in (0, 1):
-                rows = costs.side(side)
-                if (rows == rows[0]).all():
+                if not costs.matters(side):
                     other = key[1 - side]
+                    self.fresh.add(other)
                     self.nodes[other].add(costs.row(0, side))
                     self.nodes[other].tidy()
                     del self.edges[key]
@@ -231,18 +244,21 @@ class _Work:
     def dominate(self) -> bool:
         gone = False
         for i, costs in enumerate(self.nodes):
-            if len(costs.seconds) == 1:
+            if len(costs.seconds) == 1 or i not in self.fresh:
                 continue
+            self.fresh.remove(i)
             rows = np.concatenate([costs.side(0), *(self.edges[key].side(key.index(i)) for key in self.around[i])], axis=1)
+            some = np.ascontiguousarray(rows[:, :: -(-rows.shape[1] // _SOME)])  # which tell most that differ apart
             kept: list[int] = []
             better = {}
             # By sums, so that what dominates comes first; of equals the first option.
             for p in np.lexsort(
                 (np.arange(len(rows)), np.where(np.isfinite(rows), rows, 0).sum(axis=1), np.isinf(rows).sum(axis=1))
             ):
-                over = np.flatnonzero((rows[kept] <= rows[p]).all(axis=1))
-                if len(over):
-                    better[int(p)] = kept[over[0]]
+                maybe = np.flatnonzero((some[kept] <= some[p]).all(axis=1))
+                over = next((kept[k] for k in maybe if (rows[kept[k]] <= rows[p]).all()), None)
+                if over is not None:
+                    better[int(p)] = over
                 else:
                     kept.append(int(p))
             for p, q in better.items():

@@ -6,6 +6,7 @@ It proves nothing and finds a choice that is hard to better; bounds come from th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,9 +23,10 @@ WORK = 2 * 10**8  # bytes at a point, looked at for an option: seconds on most m
 
 
 def improve(
-    reduced: Reduced, choice: Sequence[int], objective: str, limit: float, held_limit: float, deadline: float, work: int = WORK
-) -> tuple[int, ...]:
-    """With a peak and a sum of held bytes of at most these, if that can be reached."""
+    reduced: Reduced, choice: Sequence[int], objective: str, limit: float, held_limit: float, deadline: float, work: int = WORK,
+    least: float = -math.inf,
+) -> tuple[int, ...]:  # fmt: skip
+    """With a peak and a sum of held bytes of at most these, if that can be reached. `least`: a peak that is good enough."""
     if not reduced.nodes:
         return ()
     state = _State(reduced, choice, objective, limit, held_limit)
@@ -37,11 +39,16 @@ def improve(
                 break  # single steps first, as long as they win something
             for nodes in moves:
                 better |= state.step(nodes)
-                if state.work > work or time.monotonic() > deadline:
+                if state.work > work or time.monotonic() > deadline or (better and state.profile.max() <= least):
                     return tuple(state.choice)
         if not better:
             break
     return tuple(state.choice)
+
+
+def turn_work(reduced: Reduced) -> int:
+    """What it takes, about, to look at every node and every link once."""
+    return len(reduced.floor) * (sum(len(costs.seconds) for costs in reduced.nodes) + _PAIRS * len(reduced.links))
 
 
 class _State:

@@ -20,7 +20,8 @@ from scrimp.planner._model import HELD, PEAK, SCALE, SECONDS, Model, Program
 from scrimp.planner._points import Numbers
 from scrimp.planner._problem import Problem
 from scrimp.planner._reduce import reduce
-from scrimp.planner._search import WORK, improve
+from scrimp.planner._relax import give_rows, relaxed
+from scrimp.planner._search import WORK, improve, turn_work
 
 Progress = Callable[[str, float, float], None]  # the objective, the best value so far, and what none can be below
 
@@ -28,6 +29,7 @@ _EQUAL = 1e-8  # what is nearer than this, relatively, is equal
 _MARGIN = 1e-9  # for sums of floats in another order, and for what a solver may err
 _NONE = 1e-6  # of an option, what is no part
 _RELAX = 0.7  # the part of the time that the linear program may take
+_TURNS = 4  # how often each node and link of a large problem has its turn, for the least peak
 _SEARCH = 0.15  # the part of the time that small steps may take
 IS_OPTIMAL, WITHIN_GAP, TIME_LIMIT = "optimal", "within gap", "time limit"
 
@@ -70,7 +72,7 @@ class Session:
 
     @cached_property
     def model(self) -> Model:
-        return Model(self.reduced)
+        return Model(self.reduced, np.arange(0))
 
     def value(self, choice: tuple[int, ...], objective: str) -> float:
         whole = self.reduced.original(choice)
@@ -116,24 +118,34 @@ class _Question:
         for choice in list(self.session.known):
             self.take(choice)
         # Not for long: the linear program is a better guide, and may be quicker.
-        self.search(self.best or tuple(int(node.seconds.argmin()) for node in reduced.nodes), WORK // 10)
+        start = tuple(int(node.seconds.argmin()) for node in reduced.nodes)
+        self.search(self.best or start, WORK // 10)
+        turns = min(_TURNS * turn_work(reduced), WORK)
+        if self.objective == PEAK and turns > WORK // 10 and not self.close_enough(_EQUAL):
+            self.search(self.best or start, turns, stop=True)  # of a large problem's peak it is by far the slower
         if self.close_enough(_EQUAL):
             return self.found(proven=True)
-        self.session.model.restart(self.units())
+        # Any point can be the peak. A limit is reached at few points, and those come to light (`_relax.py`).
+        self.session.model.restart(self.units(), np.arange(len(reduced.floor) if self.objective == PEAK else 0))
         return self.found(proven=not self.relax() or self.branch())
 
     def units(self) -> dict[str, float]:
         """Those in which what is asked for is some 1,000; where nothing is known of it, the most that there can be. Bytes are
-        whole: a finer unit would only make numbers that a solver cannot work with."""
+        whole: a finer unit would only make numbers that a solver cannot work with. So would one made for the point with the
+        least room: there may be none at all, and gigabytes elsewhere."""
         reduced, caps = self.session.reduced, self.caps()
         parts = [*reduced.nodes, *(link.costs for link in reduced.links)]
+        above = np.zeros(len(reduced.floor))
+        for costs in parts:
+            for first, last, table in costs.spans:
+                above[first : last + 1] += table.max()
         most = {
-            PEAK: sum(int(table.max()) for costs in parts for _, _, table in costs.spans),
             HELD: sum(int(costs.held.max()) for costs in parts),
             SECONDS: sum(float(costs.seconds[np.isfinite(costs.seconds)].max()) for costs in parts),
         }
-        least = {PEAK: int(reduced.floor.max()), HELD: reduced.held, SECONDS: 0.0}
+        least = {HELD: reduced.held, SECONDS: 0.0}
         ranges = {name: most[name] if caps[name] == math.inf else caps[name] - least[name] for name in most}
+        ranges[PEAK] = float(np.minimum(caps[PEAK] - reduced.floor, above).max())
         return {name: (each or 1.0) / SCALE if name == SECONDS else max(each / SCALE, 1.0) for name, each in ranges.items()}
 
     def found(self, *, proven: bool) -> Found:
@@ -157,11 +169,17 @@ class _Question:
                 self.session.known.append(choice)
                 self.tell()
 
-    def search(self, choice: tuple[int, ...], work: int = WORK) -> None:
+    def search(self, choice: tuple[int, ...], work: int = WORK, *, stop: bool = False) -> None:
+        """`stop`: at a peak that none is below, whatever its seconds."""
         targets = (max(self.bound, 0), self.limit) if self.objective == PEAK else (self.limit,)
+        least = self.bound if stop else -math.inf
         for target in targets:
-            choice = improve(self.session.reduced, choice, self.objective, target, self.held_limit, self.search_deadline, work)
+            choice = improve(
+                self.session.reduced, choice, self.objective, target, self.held_limit, self.search_deadline, work, least
+            )
             self.take(choice)
+            if stop and self.close_enough(_EQUAL):
+                break
 
     def tell(self) -> None:
         if self.session.progress is not None:
@@ -183,15 +201,15 @@ class _Question:
     def relax(self) -> bool:
         """The linear program; False if not even that has a solution."""
         model = self.session.model
-        self.size = (model.columns, model.rows, len(model.value))
         left = _RELAX * (self.deadline - time.monotonic())
-        answer = minimise(self.program(), whole=False, seconds=left, solver=self.session.solver)
+        answer = relaxed(model, self.program, self.limit, seconds=left, solver=self.session.solver)
+        self.size = (model.columns, model.rows, len(model.value))
         if answer.status == INFEASIBLE:
             return self.best is not None
         if answer.status != OPTIMAL and self.best is not None:  # then at least as small steps can make it
             self.search_deadline = self.deadline
             self.search(self.best)
-        if answer.status == OPTIMAL and answer.values is not None and answer.reduced is not None:
+        if answer.values is not None and answer.reduced is not None and math.isfinite(answer.bound):
             self.raise_bound(answer.bound)
             if self.objective == SECONDS:
                 columns, per = [model.peak, model.held], [model.units[PEAK], model.units[HELD]]
@@ -210,16 +228,23 @@ class _Question:
         then have one: it is quick, and where a limit binds it is better than rounding and small steps."""
         if self.best is None or self.close_enough(self.gap):
             return
-        start = self.session.model.write(self.best)
-        program = self.program()
-        out = program.whole & (values < _NONE) & (start < _NONE)
-        program = replace(program, upper=np.where(out, 0.0, program.upper))
-        left = _SEARCH * max(self.deadline - time.monotonic(), 0)
-        answer = minimise(program, whole=True, seconds=left, gap=self.gap / 4, start=start, solver=self.session.solver)
-        if answer.values is not None:
-            self.search_deadline = time.monotonic() + left
-            self.take(choice := self.session.model.read(answer.values))
-            self.search(choice)
+        model, left = self.session.model, _SEARCH * max(self.deadline - time.monotonic(), 0)
+        until, some = time.monotonic() + left, values[: model.binaries] >= _NONE
+        while True:
+            start, program = model.write(self.best), self.program()
+            upper = program.upper.copy()
+            upper[: model.binaries] *= some | (start[: model.binaries] >= _NONE)
+            answer = minimise(
+                replace(program, upper=upper), whole=True, seconds=until - time.monotonic(), gap=self.gap / 4, start=start,
+                solver=self.session.solver,
+            )  # fmt: skip
+            if answer.values is None:
+                return
+            self.take(choice := model.read(answer.values))
+            if time.monotonic() > until or not self.over(choice):
+                break
+        self.search_deadline = time.monotonic() + left
+        self.search(choice)
 
     def caps(self) -> dict[str, float]:
         """Of bytes and seconds the most that a choice may have that is as good as the best one known."""
@@ -252,25 +277,29 @@ class _Question:
             if answer.values is None:
                 return False
             choice = model.read(answer.values)
+            self.take(choice)
             if self.over(choice):
                 continue
-            self.take(choice)
             self.tell()
             return answer.status == OPTIMAL
         return True
 
     def watch(self, value: float, bound: float) -> None:
         if self.session.progress is not None:
-            unit = self.session.model.units[self.objective]
+            unit, reduced = self.session.model.units[self.objective], self.session.reduced
+            if self.limit < math.inf and len(self.session.model.points) < len(reduced.floor):
+                value = self.value / unit  # for the solver's may be over the limit where there are no rows
             self.session.progress(self.objective, value * unit, max(bound * unit, self.bound))
 
     def over(self, choice: tuple[int, ...]) -> bool:
-        """Whether a solver's choice is over a limit after all; it will not come back."""
-        profile = self.session.reduced.profile(choice)
+        """Whether a solver's choice is over a limit after all, or at a point that had no row; it will not come back."""
+        model, profile = self.session.model, self.session.reduced.profile(choice)
+        if give_rows(model, profile, self.limit):
+            return True
         if profile.max() > self.limit:
-            self.session.model.forbid(choice, int(np.argmax(profile)))
+            model.forbid(choice, int(np.argmax(profile)))
         elif self.session.value(choice, HELD) > self.held_limit:
-            self.session.model.forbid(choice, None)
+            model.forbid(choice, None)
         else:
             return False
         return True

@@ -8,6 +8,7 @@ what is known as ZeRO 1, 2 and 3 are these numbers; here every group has its own
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -76,6 +77,7 @@ def levels(mesh: Mesh, precision: Precision) -> tuple[tuple[int, ...], ...]:
     return tuple(product(each, repeat=len(mesh.axes)))
 
 
+@lru_cache(maxsize=1 << 16)  # layers that are alike ask the same
 def at_rest(
     used: tuple[Used, ...],
     level: tuple[int, ...],

@@ -103,7 +103,7 @@ def _tied(problem: Assembly, owner: int, name: str, user: int, as_name: str) -> 
     for use in other.uses[as_name]:
         needed = problem.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
         pair = (problem.nodes[owner, first], problem.nodes[user, use.group])
-        seconds, nbytes = problem.tables(there, needed, ITEMSIZE[one.values[name].dtype])
+        seconds, nbytes = problem.moves.tables(there, needed, ITEMSIZE[one.values[name].dtype])
         problem.sketch.pair_cost(*pair, (use.forward is not None) * seconds, FORWARD)
         problem.sketch.pair_cost(*pair, ((use.backward is not None) + 1) * seconds, BACKWARD)
         for first_op, last_op in use.spans:
