@@ -139,7 +139,7 @@ def test_micro_batches_are_added_to_what_is_there() -> None:
 def test_a_row_says_what_is_wrong_with_it() -> None:
     bucket = plan_bucket([("small", 10), ("large", 5000)], 0.01, torch.bfloat16)
     row = bucket.row(CPU)
-    put(row, bucket.parts[0], None, torch.ones(10, dtype=torch.bfloat16))
+    put(row, bucket.parts[0], None, torch.ones(10), torch.bfloat16)
     seal(row, 7, finite=True)
     assert complaint(row, 7) is None
     assert "is of step 7, and this is step 8" in str(complaint(row, 8))
