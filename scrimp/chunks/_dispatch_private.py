@@ -41,3 +41,14 @@ class Unseen:
             self._guard.__exit__(kind, error, trace)
         self._guard = None
         torch._C._set_grad_enabled(self._before)
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, without its graph; no mode sees that."""
+    if not AVAILABLE:
+        return tensor.detach()
+    guard = _GUARD()
+    try:
+        return tensor.detach()
+    finally:
+        del guard

@@ -85,7 +85,9 @@ class CpuMeter(PlainMode):
 
     def expect(self, nbytes: int, kind: str = "parameters") -> None:
         """So much will be allocated: ask the budget now, and let the ledger's peak know."""
-        if nbytes:
+        total = self.ledger.total_nbytes + nbytes
+        # Else neither the budget nor the ledger's peak has anything to learn of it.
+        if nbytes and (total > self.budget_nbytes or total > self.ledger.peak.nbytes):
             self._prepare(nbytes)
             self._flash(nbytes, kind)
 

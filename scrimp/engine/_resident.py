@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from scrimp.chunks._cuda_meter import CudaMeter
+from scrimp.chunks._dispatch_private import detached
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._residency import Moment, Schedule
 from scrimp.chunks._store import Store
@@ -301,7 +302,7 @@ class Residents:
         if layer is None:
             self.meter.mark_saved(tensor)
             # Detached: an output that is saved with its graph would be a cycle, and outlive a failed step.
-            return tensor.detach(), tensor._version
+            return detached(tensor), tensor._version
         return Handle(layer=layer, size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
 
     def _unpack(self, packed: Any) -> torch.Tensor:

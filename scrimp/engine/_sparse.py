@@ -11,14 +11,13 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from scrimp.checkpoint import Named
-from scrimp.chunks._home import DEVICE, Piece
+from scrimp.chunks._home import DEVICE, Opened, Piece
 from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
 from scrimp.chunks._store import DTYPES, Store
 from scrimp.chunks._table import Slot
@@ -109,8 +108,7 @@ class SparseExchange:
 
         def take() -> None:
             self._sent.add(layer)
-            piece = replace(share.piece(self.store.direct(layer)), gradient=gradient.reshape(-1))
-            self._take(engine, share, piece, first=first, last=engine.last_part)
+            self._take(engine, layer, share, gradient.reshape(-1), first=first, last=engine.last_part)
 
         engine.meter.aside(take, LOOKING_NBYTES * self._looked_at(share.numel))
 
@@ -160,9 +158,8 @@ class SparseExchange:
         for share in self._trained[layer]:
             if share.slot.name not in engine.landed or share.name in going.present or share.name in going.flagged:
                 continue
-            piece = share.piece(data)
-            none = torch.zeros_like(piece.weight)
-            self._take(engine, share, replace(piece, gradient=none), first=False, last=True)
+            none = torch.zeros_like(share.piece(data).weight)
+            self._take(engine, layer, share, none, first=False, last=True)
         going.done(layer)
 
     def give_up(self) -> None:
@@ -244,7 +241,8 @@ class SparseExchange:
         def job() -> None:
             try:
                 for share in shares:
-                    self._put(going, step, share, share.piece(data), counts.get(share.slot, 1), first=True, last=True)
+                    gradient = share.piece(data).gradient
+                    self._put(going, step, data, share, gradient, counts.get(share.slot, 1), first=True, last=True)
                 going.done(layer)
             except BaseException as error:  # or others would wait for what never comes
                 self._comm.fail(error)
@@ -255,21 +253,23 @@ class SparseExchange:
         else:
             self.store.gates[layer] = engine.updating.worker.submit(layer, job, come)
 
-    def _take(self, engine: Engine, share: Share, piece: Piece, *, first: bool, last: bool) -> None:
+    def _take(self, engine: Engine, layer: int, share: Share, gradient: torch.Tensor, *, first: bool, last: bool) -> None:
         going = self._round
         assert going is not None
         count = 1
         if last and self._counts_ahead(going, share):
             (count,) = engine.updating.numbers([share.slot], engine.counts)
-        self._put(going, engine.steps, share, piece, count, first=first, last=last)
+        self._put(going, engine.steps, self.store.direct(layer), share, gradient, count, first=first, last=last)
 
     def _counts_ahead(self, going: Round, share: Share) -> bool:
         """The optimizer comes before the exchange, and not when something has come."""
         return not going.part(share.name).whole and not self._raw
 
-    def _put(self, going: Round, step: int, share: Share, piece: Piece, count: int, *, first: bool, last: bool) -> None:
+    def _put(
+        self, going: Round, step: int, data: Opened, share: Share, gradient: torch.Tensor, count: int, *, first: bool, last: bool
+    ) -> None:
         """A gradient into what is kept, and, with the last micro-batch, what travels of that into the row."""
-        part, gradient, dtype = going.part(share.name), piece.gradient, going.dtype(share.name)
+        part, dtype = going.part(share.name), going.dtype(share.name)
         sound = self._judge(share.name, gradient, first=first)
         flag = None if isinstance(sound, bool) else sound
         if sound is False:
@@ -285,7 +285,8 @@ class SparseExchange:
                 going.put(share.name, positions, gradient if flag is None else gradient.to(dtype).masked_fill(~flag, 0))
                 self._sums.pop(share.name, None)
         else:
-            kept, optimizer = self._kept(share, piece), self.optimizers[share.slot.name]
+            piece, optimizer = share.piece(data), self.optimizers[share.slot.name]
+            kept = self._kept(share, piece)
             lr = 1.0 if self._raw else float(rate(optimizer, step))
             if first and optimizer.weight_decay and not self._raw and not isinstance(optimizer, AdamW):
                 gradient = gradient.float().add(piece.master, alpha=optimizer.weight_decay)

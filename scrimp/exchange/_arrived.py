@@ -41,13 +41,19 @@ def subtract(
 def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tuple[slice, torch.Tensor]]:
     """The mean in fp32, in pieces that are small whatever the parameter's size; each is good until the next."""
     world = rows.shape[0]
-    sent = [_values(rows[rank], bucket, part) for rank in range(world)]
+    if part.how is None:
+        dense = rows[:, part.start : part.start + part.numel * bucket.dtype.itemsize].view(bucket.dtype)
+        for span in pieces(part.numel, rows.device):
+            first, *others = dense[:, span]
+            mean = first.float().mul_(1 / world) if first.dtype != torch.float32 else first.mul(1 / world)
+            for values in others:
+                mean.add_(values, alpha=1 / world)
+            yield span, mean
+        return
+    sent = [unpack(row[part.start : part.stop], part.how, bucket.dtype) for row in rows]
     for span in pieces(part.numel, rows.device):
         mean = torch.zeros(span.stop - span.start, device=rows.device)
         for positions, values in sent:
-            if positions is None:
-                mean.add_(values[span], alpha=1 / world)
-                continue
             first, last = _entries(part, span)
             mean.index_add_(0, positions[first:last] - span.start, values[first:last].float(), alpha=1 / world)
         yield span, mean
@@ -64,13 +70,6 @@ def average(rows: torch.Tensor, bucket: Bucket, target: Callable[[Part], torch.T
         for span, mean in mean_pieces(rows, bucket, part):
             into[span].add_(mean)
     return None
-
-
-def _values(row: torch.Tensor, bucket: Bucket, part: Part) -> tuple[torch.Tensor | None, torch.Tensor]:
-    here = row[part.start : part.stop]
-    if part.how is None:
-        return None, here[: part.numel * bucket.dtype.itemsize].view(bucket.dtype)
-    return unpack(here, part.how, bucket.dtype)
 
 
 def _entries(part: Part, span: slice) -> tuple[int, int]:
