@@ -54,7 +54,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --durations 40
 
 test-full: lint
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --full
