@@ -82,11 +82,15 @@ def modules_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def line_of(stack_trace: str | None) -> str:
-    """ "zoo/gpt.py:77": the innermost line of a stack as text, without the folders above the file's own."""
-    files = [line for line in (stack_trace or "").splitlines() if line.lstrip().startswith("File ")]
+    """ "zoo/gpt.py:77": the innermost line of a stack as text, without the folders above the file's own. Lines of torch itself
+    are passed over, but for those of its modules: they say how a call got there, not what was called."""
+    files = [
+        line.strip().removeprefix('File "') for line in (stack_trace or "").splitlines() if line.lstrip().startswith("File ")
+    ]
     if not files:
         return "?"
-    name, _, rest = files[-1].strip().removeprefix('File "').partition('", line ')
+    own = [line for line in files if "/torch/" not in line.replace("\\", "/") or "/torch/nn/" in line.replace("\\", "/")]
+    name, _, rest = (own or files)[-1].partition('", line ')
     return f"{_short(name)}:{rest.partition(',')[0].strip()}"
 
 
