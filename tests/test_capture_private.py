@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,11 +127,10 @@ def test_fakes_say_that_they_have_no_numbers(asks: Callable[[Tensor], object]) -
 
 
 def test_lines_of_torch_itself_are_passed_over_but_for_its_modules() -> None:
-    user, wrapper = (
-        'File "/home/me/model/net.py", line 7, in forward',
-        'File "/x/torch/utils/_device.py", line 116, in __torch_function__',
-    )
-    module = 'File "/x/torch/nn/modules/linear.py", line 125, in forward'
+    where = Path(torch.__file__).parent
+    user = 'File "/opt/torch/model/net.py", line 7, in forward'
+    wrapper = f'File "{where / "utils" / "_device.py"}", line 116, in __torch_function__'
+    module = f'File "{where / "nn" / "modules" / "linear.py"}", line 125, in forward'
     assert door.line_of(f"  {user}\n    y = f(x)\n  {wrapper}\n    return g()") == "model/net.py:7"
     assert door.line_of(f"  {user}\n  {module}\n  {wrapper}") == "modules/linear.py:125"
     assert door.line_of(wrapper) == "utils/_device.py:116"
