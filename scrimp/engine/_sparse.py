@@ -104,7 +104,7 @@ class SparseExchange:
             return
         assert self._round is not None
         self._round.open(layer)
-        share = next(share for share in self._trained[layer] if share.slot is slot)
+        (share,) = (share for share in self._trained[layer] if share.slot is slot)
 
         def take() -> None:
             self._sent.add(layer)

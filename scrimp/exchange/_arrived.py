@@ -45,7 +45,7 @@ def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tupl
         dense = rows[:, part.start : part.start + part.numel * bucket.dtype.itemsize].view(bucket.dtype)
         for span in pieces(part.numel, rows.device):
             first, *others = dense[:, span]
-            mean = first.float().mul_(1 / world) if first.dtype != torch.float32 else first.mul(1 / world)
+            mean = first.to(torch.float32, copy=True).mul_(1 / world)
             for values in others:
                 mean.add_(values, alpha=1 / world)
             yield span, mean

@@ -100,8 +100,6 @@ class Round:
     def open(self, layer: int) -> None:
         """Make room for a layer's bucket; asked by the thread whose meter counts what is made."""
         k = self._of_layer[layer]
-        if self._rows[k] is not None and self._came[k] is not None:
-            return
         with self._lock:
             if self._rows[k] is None:
                 row = self.buckets[k].row(self._devices[k])
