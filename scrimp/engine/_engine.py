@@ -49,6 +49,7 @@ from scrimp.engine._strays import Strays, StraysInBackward
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._undo import Undo
 from scrimp.engine._updating import Updating, restore_all
+from scrimp.engine._watched import Watched
 from scrimp.engine._weights import Source
 from scrimp.engine._world import agreed, join_world, least_of_all, ranks_here, share_buffers, who_shares
 from scrimp.errors import FitError, MoveError, RunError
@@ -156,6 +157,7 @@ class Engine:
         self.store.own = self.meter.ignore
         self._undo = Undo(model, self.device)
         self.residents = Residents(self.store, self.meter, self._retire)
+        self._watched = Watched(self.meter, self.ledger.device)
         self.strays = Strays(self.residents)
         self._strays_again = StraysInBackward(self.residents)
         self.recompute = Recompute()
@@ -238,13 +240,14 @@ class Engine:
         losses = []
         self._traffic = astuple(self.store.traffic)
         try:
-            with running(self, args, kwargs), no_caches(self.model):
+            with running(self, args, kwargs, self._watched.step(plan)), no_caches(self.model):
                 self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
                 for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, self.accumulate)):
                     self.last_part = k == self.accumulate - 1
                     losses.append(self._forward_backward(part_args, part_kwargs))
                     self.residents.retire_rest()
-                self._traced, self._trace = self.residents.end_step()
+                traced, self._trace = self.residents.end_step()
+                self._traced = self._watched.learn(plan, self._trace, traced=traced)
                 if not self.landed:
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:

@@ -20,7 +20,7 @@ def evaluate(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     with all_eval(engine.model):
         while True:
             try:
-                with running(engine, args, kwargs), torch.no_grad(), engine.residents.aside(), engine.strays:
+                with running(engine, args, kwargs, engine.meter), torch.no_grad(), engine.residents.aside(), engine.strays:
                     here, there = to_device(args, kwargs, engine.device, engine.input_dtype)
                     return tree_map(engine.residents.kept, engine.model(*here, **there))
             except FitError as error:

@@ -29,6 +29,7 @@ from scrimp.engine._passing import largest_numel
 from scrimp.engine._probe import beside_updates
 from scrimp.engine._resident import Residents
 from scrimp.engine._residuals import Residuals, Way
+from scrimp.engine._watched import Seen
 from scrimp.engine._world import agreed
 from scrimp.errors import FitError
 
@@ -50,6 +51,7 @@ class Planned:
     costs: tuple[LayerCost, ...] = ()
     again: frozenset[int] = frozenset()
     replans: int = 0
+    seen: Seen | None = None
     looked: bool | None = None  # again, with what was measured; for steps whose gradients are judged, or are not
 
 

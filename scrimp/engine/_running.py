@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def running(engine: Engine, args: Any, kwargs: Any) -> Iterator[None]:
+def running(engine: Engine, args: Any, kwargs: Any, metered: AbstractContextManager[object]) -> Iterator[None]:
     batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    with engine.stand_ins.away(), engine.meter:
+    with engine.stand_ins.away(), metered:
         engine.residents.active = True
         for tensor in batch:
             engine.meter.lend(tensor)

@@ -1,0 +1,132 @@
+"""Which steps the meter looks at: those that are new, and now and then one of those that are not; all of them where a step may
+take more than the one before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from scrimp.chunks._meter import CpuMeter
+from scrimp.engine import Engine
+from scrimp.engine._watched import ALIKE, EVERY
+from tests.reference import train_fp32
+from tests.test_engine import adamw, assert_same, engine_for, everything
+
+FIRST = 3  # steps at most until there is a schedule
+
+
+class Watch:
+    """Counts the operators that the meter is shown."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._operators = 0
+        shown = CpuMeter.__torch_dispatch__
+
+        def count(meter: CpuMeter, *args: Any, **kwargs: Any) -> Any:
+            self._operators += 1
+            return shown(meter, *args, **kwargs)
+
+        monkeypatch.setattr(CpuMeter, "__torch_dispatch__", count)
+
+    def step(self, engine: Engine, *batch: Any) -> bool:
+        """Whether it was looked at."""
+        before = self._operators
+        engine.step(*batch)
+        return self._operators > before
+
+    def until_alike(self, engine: Engine, *batch: Any) -> None:
+        for _ in range(FIRST + ALIKE):
+            if not self.step(engine, *batch):
+                return
+        raise AssertionError("all steps were looked at")
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+class Net(nn.Module):
+    """Goes through its layers in the order that the last element of the batch says; and may keep more than it seems."""
+
+    def __init__(self, more: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.more = more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.a, self.b) if x[-1, -1] > 0 else (self.b, self.a)
+        for layer in layers:
+            x = layer(x).relu()
+        if self.more:
+            x = x + torch.ones(self.more).exp().mean()
+            self.more += 1
+        return x.square().mean()
+
+
+def batch(way: float = 1.0) -> torch.Tensor:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    x[-1, -1] = way
+    return x
+
+
+def test_steps_that_are_alike_are_looked_at_now_and_then(watch: Watch) -> None:
+    engine = engine_for(Net(), precision="fp32")
+    watch.until_alike(engine, batch())
+    rest = [watch.step(engine, batch()) for _ in range(3 * EVERY)]
+    assert sum(rest) == 3
+    assert rest.index(True) == EVERY - 2  # one was made before
+
+
+def test_a_peak_that_was_reset_is_found_again(watch: Watch) -> None:
+    engine = engine_for(Net(), precision="fp32")
+    watch.until_alike(engine, batch())
+    engine.ledger.reset_peak()
+    assert watch.step(engine, batch())
+    peak = engine.ledger.peak_nbytes
+    assert not watch.step(engine, batch())
+    engine.ledger.reset_peak()
+    assert watch.step(engine, batch())
+    assert engine.ledger.peak_nbytes == peak
+
+
+def test_nothing_is_left_in_the_books_by_steps_that_nobody_looked_at(watch: Watch) -> None:
+    engine = engine_for(Net(), precision="fp32")
+    watch.until_alike(engine, batch())
+    now = engine.ledger.device.now.copy()
+    for _ in range(2 * EVERY):
+        watch.step(engine, batch())
+    assert engine.ledger.device.now == now
+
+
+def test_a_new_shape_is_looked_at_and_the_old_one_still_known(watch: Watch) -> None:
+    engine = engine_for(Net(), precision="fp32")
+    watch.until_alike(engine, batch())
+    larger = batch().repeat(2, 1)
+    assert watch.step(engine, larger)
+    watch.until_alike(engine, larger)
+    assert not watch.step(engine, batch())
+
+
+def test_steps_that_take_more_each_time_are_all_looked_at(watch: Watch) -> None:
+    engine = engine_for(Net(more=10_000), precision="fp32")
+    assert all(watch.step(engine, batch()) for _ in range(FIRST + 2 * ALIKE))
+
+
+def test_a_step_that_goes_another_way_with_nobody_looking(watch: Watch) -> None:
+    engine = engine_for(Net(), precision="fp32")
+    watch.until_alike(engine, batch())
+    traced = engine.planning.current
+    assert traced is not None
+    choice = traced.choice
+    assert not watch.step(engine, batch(-1.0))
+    assert traced.choice is choice  # nothing was learned from what nobody saw
+    assert watch.step(engine, batch(-1.0))
+    assert traced.choice is not choice
+    ways = [1.0] * (engine.steps - 2) + [-1.0] * 2
+    want, _ = train_fp32(Net(), [(batch(way),) for way in ways], adamw)
+    assert_same(everything(engine), want)
