@@ -267,23 +267,29 @@ def test_packets_go_and_come_as_with_torch(dtype: torch.dtype, numel: int, densi
     pack(wanted, how, *kernel().send(values, [], how, dtype, numbers, masking=True, gradient=gradient))
     assert torch.equal(packet, wanted)
     assert torch.equal(mine.nan_to_num(), values.nan_to_num())
-    master, (positions, sent) = drawn(numel, "spread", seed + 2), unpack(packet, how, dtype)
+    came = torch.zeros(2, packet.numel() + 16, dtype=torch.uint8)  # from two ranks, in longer rows
+    other = came[1, 8:-8]
+    kernel().send_into(other, mine, [], how, dtype, numbers, masking=True, gradient=gradient)
+    came[0, 8:-8] = packet
+    master, (positions, sent), (more, too) = drawn(numel, "spread", seed + 2), *(unpack(p, how, dtype) for p in (packet, other))
     weights = [None, *(torch.full((numel,), 7.0, dtype=kind) for kind in DTYPES)]
     for weight in weights:
         got = master.clone()
-        kernel().arrived(packet, how, dtype, got, -1 / 3, weight)
+        kernel().arrived(came[:, 8:-8], how, dtype, got, -1 / 3, weight)
         want = master.clone().index_add_(0, positions, sent.float(), alpha=-1 / 3)
+        want.index_add_(0, more, too.float(), alpha=-1 / 3)
         assert torch.equal(got.nan_to_num(), want.nan_to_num())
         if weight is not None:
             written = torch.full_like(weight, 7.0)
             written[positions] = want[positions].to(weight.dtype)
+            written[more] = want[more].to(weight.dtype)
             assert torch.equal(weight.nan_to_num(), written.nan_to_num())
 
 
 def test_a_packet_that_does_not_fit() -> None:
     how = cut(COLUMNS + 100, 0.1)
-    packet, master = torch.zeros(packet_nbytes(how, torch.float16), dtype=torch.uint8), torch.zeros(how.numel)
-    places = packet[: 2 * how.entries].view(torch.int16)
+    packet, master = torch.zeros(1, packet_nbytes(how, torch.float16), dtype=torch.uint8), torch.zeros(how.numel)
+    places = packet[0, : 2 * how.entries].view(torch.int16)
     places[-1] = 100  # the rest has 100 elements
     with pytest.raises(ValueError, match="beyond the 65636 elements"):
         kernel().arrived(packet, how, torch.float16, master, 1.0)
@@ -294,6 +300,11 @@ def test_a_packet_that_does_not_fit() -> None:
         kernel().arrived(packet, how, torch.float16, torch.zeros(7), 1.0)
     with pytest.raises(ValueError, match="master in fp32"):
         kernel().arrived(packet, how, torch.float16, master.double(), 1.0)
+    for wrong in (packet[:, 1:], packet.expand(2, -1).t(), packet.float()):
+        with pytest.raises(ValueError, match="whole packets"):
+            kernel().arrived(wrong, how, torch.float16, master, 1.0)
+    with pytest.raises(ValueError, match="contiguous weights"):
+        kernel().arrived(packet, how, torch.float16, master, 1.0, torch.zeros(7))
 
 
 def test_threads_change_no_bit() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -35,14 +36,23 @@ class Home:
     states: list[torch.Tensor] = field(default_factory=list)
     file: SpillFile | None = None
     fresh: bool = True  # nothing was written to the file yet
+    _opened: Opened | None = field(default=None, init=False, repr=False, compare=False)  # made once, for it is asked for often
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Every storage of it, once."""
         return [t for t in (self.weights, self.gradients, self.master, *self.states) if t is not None]
 
+    def _same(self, last: Opened) -> bool:
+        master = self.weights if self.master is None else self.master
+        mine, its = (self.weights, self.gradients, master, self.states), (last.weights, last.gradients, last.master, last.states)
+        return all(one is other for one, other in zip(mine, its, strict=True))
+
     def opened(self, layer: int, shards: Shards, fields: tuple[Field, ...]) -> Opened:
-        return Opened(
+        last = self._opened
+        if last is not None and self._same(last):
+            return last
+        self._opened = Opened(
             layer=layer,
             shards=shards,
             weights=self.weights,
@@ -51,6 +61,7 @@ class Home:
             states=self.states,
             fields=fields,
         )
+        return self._opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +96,23 @@ class Opened:
         for index in range(len(self.shards.pieces(self.layer, slot))):
             yield self.piece(slot, index)
 
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, int, int], Piece]:
+        return {}
+
     def piece(self, slot: Slot, index: int) -> Piece:
-        inside, span = self.shards.pieces(self.layer, slot)[index]
-        weight = self.weights[span]
-        return Piece(
-            inside=inside,
-            weight=weight,
-            gradient=weight if self.gradients is None else self.gradients[span],
-            master=weight if self.own_master else self.master[span],
-            states=[state[field.span(span)] for state, field in zip(self.states, self.fields, strict=True)],
-        )
+        key = slot.start, slot.stop, index
+        if key not in self._pieces:
+            inside, span = self.shards.pieces(self.layer, slot)[index]
+            weight = self.weights[span]
+            self._pieces[key] = Piece(
+                inside=inside,
+                weight=weight,
+                gradient=weight if self.gradients is None else self.gradients[span],
+                master=weight if self.own_master else self.master[span],
+                states=[state[field.span(span)] for state, field in zip(self.states, self.fields, strict=True)],
+            )
+        return self._pieces[key]
 
 
 MASTER = Field(dtype=torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -85,13 +86,8 @@ class Arrivals:
     ) -> None:
         """The optimizer's, with the mean as its gradient."""
         for span, mean in mean_pieces(*came.rows(share.name)):
-            here = Piece(
-                inside=slice(piece.inside.start + span.start, piece.inside.start + span.stop),
-                weight=piece.weight[span],
-                gradient=mean.mul_(scale),
-                master=piece.master[span],
-                states=[state[span] for state in piece.states],
-            )
+            gradient = mean if scale == 1 else mean.mul_(scale)
+            here = replace(piece, gradient=gradient) if span.stop - span.start == share.numel else _part(piece, span, gradient)
             updater.apply(self.optimizers[share.slot.name], step, count, here, None, own_master=own_master)
 
     def _subtract(
@@ -107,6 +103,16 @@ class Arrivals:
         subtract(piece.master, rows, bucket, part, scale, None if own_master or anew else piece.weight)
         if anew and not own_master:
             piece.weight.copy_(piece.master)
+
+
+def _part(piece: Piece, span: slice, gradient: torch.Tensor) -> Piece:
+    return Piece(
+        inside=slice(piece.inside.start + span.start, piece.inside.start + span.stop),
+        weight=piece.weight[span],
+        gradient=gradient,
+        master=piece.master[span],
+        states=[state[span] for state in piece.states],
+    )
 
 
 class Pending:

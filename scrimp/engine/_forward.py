@@ -97,16 +97,18 @@ class _Forward:
                 self.residents.kept_nbytes[self.layer] = max(kept, self.residents.kept_nbytes.get(self.layer, 0))
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        with self.residents.running(self.layer):
-            if torch._C._current_graph_task_id() != -1:
-                return self.forward(*args, **kwargs)
-            with self.residents.timing.of(self.layer):
-                if not self.residents.tracing:
-                    return self.forward(*args, **kwargs)
-                before = copies(self.buffers)
-                out = self.forward(*args, **kwargs)
+        return self.residents.run(self.layer, lambda: self.timed(args, kwargs))
+
+    def timed(self, args: Any, kwargs: Any) -> Any:
+        timing, tracing = self.residents.timing, self.residents.tracing
+        if not (timing.on or tracing) or torch._C._current_graph_task_id() != -1:
+            return self.forward(*args, **kwargs)
+        with timing.of(self.layer):
+            before = copies(self.buffers) if tracing else []
+            out = self.forward(*args, **kwargs)
+        if tracing:
             self.changed = [copy.place for copy in before if copy.changed]
-            return out
+        return out
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RunError(

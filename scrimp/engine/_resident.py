@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,19 @@ class Handle:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+
+class Quietly:
+    """Layers come and go inside. Not a generator: it is entered several times for every layer."""
+
+    def __init__(self, residents: Residents) -> None:
+        self._residents = residents
+
+    def __enter__(self) -> None:
+        self._before, self._residents.moving = self._residents.moving, True
+
+    def __exit__(self, *_error: object) -> None:
+        self._residents.moving = self._before
 
 
 class Residents:
@@ -90,7 +103,7 @@ class Residents:
         self._gone.clear()
         self._held.clear()
         self.tracing = False
-        return traced, self.trace
+        return traced, [self._labelled(at) for at in range(len(self.trace))] if traced else self.trace
 
     def abandon(self) -> None:
         self._running.clear()
@@ -148,12 +161,11 @@ class Residents:
 
     # Asking for layers.
 
-    @contextmanager
-    def running(self, layer: int) -> Iterator[None]:
+    def run(self, layer: int, forward: Callable[[], Any]) -> Any:
         self._running.append(layer)
         try:
             self.touch(layer)
-            yield
+            return forward()
         finally:
             self._running.remove(layer)
             if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward: needed until its gradients land
@@ -184,13 +196,8 @@ class Residents:
         with self.quietly():
             self._begin_moment(layer, needs, empty)
 
-    @contextmanager
-    def quietly(self) -> Iterator[None]:
-        before, self.moving = self.moving, True
-        try:
-            yield
-        finally:
-            self.moving = before
+    def quietly(self) -> Quietly:
+        return Quietly(self)
 
     def _begin_moment(self, layer: int, needs: tuple[int, ...], empty: bool) -> None:
         bring = [other for other in needs if not (empty and other == layer)]
@@ -322,11 +329,11 @@ class Residents:
     def _close_moment(self) -> None:
         if self._current:
             peak = self.meter.reset_peak()
-            label = f"moment {len(self.trace)} ({', '.join(self._name(k) for k in self._current)})"
-            self.trace.append(
-                Moment(needs=self._current, room_nbytes=peak, ends=tuple(self._ends), empty=self._empty, label=label)
-            )
+            self.trace.append(Moment(needs=self._current, room_nbytes=peak, ends=tuple(self._ends), empty=self._empty))
             self._ends = []
+
+    def _labelled(self, at: int) -> Moment:
+        return replace(self.trace[at], label=f"moment {at} ({', '.join(map(self._name, self.trace[at].needs))})")
 
     def _name(self, layer: int) -> str:
         return self.store.table.layers[layer].path or "the model itself"

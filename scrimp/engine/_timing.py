@@ -56,7 +56,7 @@ class Timing:
 
     @contextmanager
     def of(self, layer: int) -> Iterator[None]:
-        if not self._on:
+        if not self.on:
             yield
             return
         start = self._mark()
@@ -72,7 +72,7 @@ class Timing:
 
     def resume(self, *, backward: bool) -> None:
         """They are there. A step that traces is not like those that follow, and is left out."""
-        if self._on and self._steps and self.typical:
+        if self.on and self._steps and self.typical:
             self._since = (backward, self._mark())
 
     @property
@@ -81,7 +81,7 @@ class Timing:
         return self._steps > 1
 
     @property
-    def _on(self) -> bool:
+    def on(self) -> bool:
         return self._steps <= STEPS or self._steps & (self._steps - 1) == 0
 
     def _seconds(self, span: Span) -> float:

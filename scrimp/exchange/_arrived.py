@@ -24,13 +24,13 @@ def subtract(
     assert part.how is not None
     kernel, world = fused(master.device, bucket.dtype), rows.shape[0]
     native = native_select() if master.is_cpu else None
+    if native is not None:
+        native.arrived(rows[:, part.start : part.stop], part.how, bucket.dtype, master, -scale / world, weight)
+        return
     for rank in range(world):
         packet = rows[rank, part.start : part.stop]
         if kernel is not None:
             kernel.apply(packet, part.how, bucket.dtype, master, -scale / world, weight=weight)
-            continue
-        if native is not None:
-            native.arrived(packet, part.how, bucket.dtype, master, -scale / world, weight)
             continue
         positions, values = unpack(packet, part.how, bucket.dtype)
         master.index_add_(0, positions, values.float(), alpha=-scale / world)
@@ -44,11 +44,7 @@ def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tupl
     if part.how is None:
         dense = rows[:, part.start : part.start + part.numel * bucket.dtype.itemsize].view(bucket.dtype)
         for span in pieces(part.numel, rows.device):
-            first, *others = dense[:, span]
-            mean = first.to(torch.float32, copy=True).mul_(1 / world)
-            for values in others:
-                mean.add_(values, alpha=1 / world)
-            yield span, mean
+            yield span, dense[:, span].mean(0, dtype=torch.float32)
         return
     sent = [unpack(row[part.start : part.stop], part.how, bucket.dtype) for row in rows]
     for span in pieces(part.numel, rows.device):

@@ -256,11 +256,10 @@ void scrimp_kept(float *rest, float *first, float *second, const void *gradient,
     run(&k, threads);
 }
 
-/* What a packet has is added to a master, times `times`; a weight is written where that has changed. Whole rows have `per_row`
+/* What a packet has is added to a master, times `by`; a weight is written where that has changed. Whole rows have `per_row`
  * entries each, and what is left of them is of the rest. What lies beyond the end is left out, and makes it 0. */
-int scrimp_arrived(float *master, int64_t numel, void *weight, int weight_kind, const uint16_t *places, const void *values,
-                   int values_kind, int64_t per_row, int64_t entries, double times) {
-    const float by = (float)times;
+static int arrived(float *master, int64_t numel, void *weight, int weight_kind, const uint16_t *places, const void *values,
+                   int values_kind, int64_t per_row, int64_t entries, float by) {
     int64_t row = 0, last = per_row, inside = 1;
     for (int64_t j = 0; j < entries; j++) {
         if (j == last && row + BLOCK < numel) row += BLOCK, last += per_row;
@@ -276,4 +275,14 @@ int scrimp_arrived(float *master, int64_t numel, void *weight, int weight_kind, 
         else if (weight_kind == FP32) ((float *)weight)[at] = now;
     }
     return (int)inside;
+}
+
+/* The packets of so many ranks, one after the other, each so many bytes after the one before. */
+int scrimp_arrived(float *master, int64_t numel, void *weight, int weight_kind, const char *places, const char *values,
+                   int values_kind, int64_t per_row, int64_t entries, double times, int64_t ranks, int64_t apart) {
+    int inside = 1;
+    for (int64_t r = 0; r < ranks; r++)
+        inside &= arrived(master, numel, weight, weight_kind, (const uint16_t *)(places + r * apart), values + r * apart,
+                          values_kind, per_row, entries, (float)times);
+    return inside;
 }

@@ -30,7 +30,7 @@ _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, 
 _KEPT: tuple[Any, ...] = (
     *[_POINTER] * 4, _INT, _LONG, *[_DOUBLE] * 5, *[_LONG] * 2, *[_POINTER] * 3, *[_INT] * 4,
 )  # fmt: skip
-_ARRIVED: tuple[Any, ...] = (_POINTER, _LONG, _POINTER, _INT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _DOUBLE)
+_ARRIVED: tuple[Any, ...] = (_POINTER, _LONG, _POINTER, _INT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _DOUBLE, *[_LONG] * 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,20 +86,22 @@ class NativeSelect:
         self._call(rest, states, gradient, numbers, how, positions, values, places, masking=masking and bool(states))
 
     def arrived(
-        self, packet: torch.Tensor, how: Cut, dtype: torch.dtype, master: torch.Tensor, times: float,
+        self, packets: torch.Tensor, how: Cut, dtype: torch.dtype, master: torch.Tensor, times: float,
         weight: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """What a packet has is added to a master, times a number; `weight` is written where that has changed."""
-        others = (packet,) if weight is None else (packet, weight)
-        if not takes([master]) or not all(other.is_cpu and other.is_contiguous() for other in others):
-            raise ValueError("the native kernel is for contiguous CPU tensors, with the master in fp32")
-        if how.numel != master.numel() or (weight is not None and weight.numel() != how.numel):
+        """What packets have, one of each rank in a row, is added to a master, times a number, rank after rank; `weight` is
+        written where that has changed."""
+        if not takes([master]) or not _whole(packets, packet_nbytes(how, dtype)):
+            raise ValueError("the native kernel is for contiguous CPU tensors, with the master in fp32, and for whole packets")
+        if weight is not None and not (weight.is_cpu and weight.is_contiguous() and weight.numel() == how.numel):
+            raise ValueError(f"the native kernel writes contiguous weights on the CPU, here {how.numel}")
+        if how.numel != master.numel():
             raise ValueError(f"{how} does not fit {master.numel()} elements")
-        places, values = parts(packet, how, dtype)
+        places, values = parts(packets[0], how, dtype)
         kinds = (0 if weight is None else KINDS[weight.dtype], KINDS[dtype])
         inside = self.library.scrimp_arrived(
             master.data_ptr(), how.numel, _at(weight), kinds[0], places.data_ptr(), values.data_ptr(), kinds[1], how.per_row,
-            how.entries, times,
+            how.entries, times, *packets.shape[:1], packets.stride(0),
         )  # fmt: skip
         if not inside:
             raise ValueError(f"a packet has a place beyond the {how.numel} elements")
@@ -129,6 +131,12 @@ class NativeSelect:
             how.per_row, how.from_rest, _at(positions), _at(places), _at(values), kinds[1], masking, self.level,
             torch.get_num_threads(),
         )  # fmt: skip
+
+
+def _whole(packets: torch.Tensor, nbytes: int) -> bool:
+    """Whether they are rows of so many bytes."""
+    rows = packets.is_cpu and packets.dtype == torch.uint8 and packets.dim() == 2
+    return rows and packets.shape[1] == nbytes and packets.stride(1) == 1
 
 
 def _at(tensor: torch.Tensor | None) -> int | None:
@@ -196,7 +204,7 @@ def _tried(kernel: NativeSelect) -> bool:
         same += [torch.equal(*pair) for pair in ((positions, largest), (sent, rounded), (mine_u, u), (mine_v, v))]
         mine, weight = drawn(100) / 7, torch.zeros(TRIED, dtype=dtype, device="cpu")
         master = mine.clone().index_add_(0, largest, rounded.float(), alpha=-1 / 3)
-        kernel.arrived(packet, how, dtype, mine, -1 / 3, weight)
+        kernel.arrived(packet.view(1, -1), how, dtype, mine, -1 / 3, weight)
         same += [torch.equal(mine, master), torch.equal(weight[largest], master[largest].to(dtype))]
     m, root, v = drawn(100), drawn(100).abs(), drawn(100)
     everything = Cut(numel=TRIED, per_row=COLUMNS, from_rest=how.rest)
