@@ -307,6 +307,20 @@ def test_a_packet_that_does_not_fit() -> None:
         kernel().arrived(packet, how, torch.float16, master, 1.0, torch.zeros(7))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.integers(1, 3000), st.integers(1, 9), st.integers(0, 1 << 20))
+def test_means_are_torchs(dtype: torch.dtype, numel: int, world: int, seed: int) -> None:
+    values = torch.stack([drawn(numel + 3, "spread", seed + rank) for rank in range(world)]).to(dtype)
+    rows, start = values.view(torch.uint8), 2 * dtype.itemsize
+    first, *others = values[:, 2:-1].float()
+    want = first * (1 / world)
+    for other in others:
+        want.add_(other, alpha=1 / world)
+    torch.testing.assert_close(kernel().mean(rows, start, numel, dtype), want, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ValueError, match="not"):
+        kernel().mean(rows, start, numel + 2, dtype)
+
+
 def test_threads_change_no_bit() -> None:
     numel, how, before = 5 * COLUMNS + 33, cut(5 * COLUMNS + 33, 0.01), torch.get_num_threads()
     found = []

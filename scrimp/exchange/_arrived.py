@@ -42,9 +42,8 @@ def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tupl
     """The mean in fp32, in pieces that are small whatever the parameter's size; each is good until the next."""
     world = rows.shape[0]
     if part.how is None:
-        dense = rows[:, part.start : part.start + part.numel * bucket.dtype.itemsize].view(bucket.dtype)
         for span in pieces(part.numel, rows.device):
-            yield span, dense[:, span].mean(0, dtype=torch.float32)
+            yield span, mean_of(rows, part.start + span.start * bucket.dtype.itemsize, span.stop - span.start, bucket.dtype)
         return
     sent = [unpack(row[part.start : part.stop], part.how, bucket.dtype) for row in rows]
     for span in pieces(part.numel, rows.device):
@@ -53,6 +52,18 @@ def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tupl
             first, last = _entries(part, span)
             mean.index_add_(0, positions[first:last] - span.start, values[first:last].float(), alpha=1 / world)
         yield span, mean
+
+
+def mean_of(rows: torch.Tensor, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Over the rows, of so many values from a byte on."""
+    native = native_select() if rows.is_cpu else None
+    if native is not None:
+        return native.mean(rows, start, numel, dtype)
+    first, *others = rows[:, start : start + numel * dtype.itemsize].view(dtype)
+    mean = first.to(torch.float32, copy=True).mul_(1 / len(rows))
+    for values in others:
+        mean.add_(values, alpha=1 / len(rows))
+    return mean
 
 
 def average(rows: torch.Tensor, bucket: Bucket, target: Callable[[Part], torch.Tensor]) -> str | None:

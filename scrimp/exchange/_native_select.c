@@ -286,3 +286,27 @@ int scrimp_arrived(float *master, int64_t numel, void *weight, int weight_kind, 
                           values_kind, per_row, entries, (float)times);
     return inside;
 }
+
+/* The mean of what so many ranks sent whole, each so many bytes after the one before, in the order of the ranks. */
+
+INLINE void mean_of(float *mean, const char *values, int kind, int64_t numel, int64_t ranks, int64_t apart,
+                    widen_of *widen_fp16, int fused) {
+    float room[AT_ONCE];
+    for (int64_t i = 0; i < numel; i += AT_ONCE) {
+        int n = (int)(i + AT_ONCE < numel ? AT_ONCE : numel - i);
+        memset(mean + i, 0, sizeof(float) * (size_t)n);
+        for (int64_t r = 0; r < ranks; r++) {
+            const struct kept one = {.gradient = values + r * apart, .gradient_kind = kind};
+            add_to(mean + i, widened(&one, i, n, room, widen_fp16), n, 1.0f, 1.0f / (float)ranks, fused);
+        }
+    }
+}
+
+FMA_TARGET static void mean_vectors(float *mean, const char *values, int kind, int64_t numel, int64_t ranks, int64_t apart) {
+    mean_of(mean, values, kind, numel, ranks, apart, widen_vectors, 1);
+}
+
+void scrimp_mean(float *mean, const char *values, int kind, int64_t numel, int64_t ranks, int64_t apart, int level) {
+    if (level == PLAIN) mean_of(mean, values, kind, numel, ranks, apart, widen_plain, 0);
+    else mean_vectors(mean, values, kind, numel, ranks, apart);
+}

@@ -31,6 +31,7 @@ _KEPT: tuple[Any, ...] = (
     *[_POINTER] * 4, _INT, _LONG, *[_DOUBLE] * 5, *[_LONG] * 2, *[_POINTER] * 3, *[_INT] * 4,
 )  # fmt: skip
 _ARRIVED: tuple[Any, ...] = (_POINTER, _LONG, _POINTER, _INT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _DOUBLE, *[_LONG] * 2)
+_MEAN: tuple[Any, ...] = (*[_POINTER] * 2, _INT, *[_LONG] * 3, _INT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,16 @@ class NativeSelect:
         if not inside:
             raise ValueError(f"a packet has a place beyond the {how.numel} elements")
 
+    def mean(self, rows: torch.Tensor, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """In fp32, over rows of bytes, of so many values from a byte on; rank after rank."""
+        if start < 0 or start + numel * dtype.itemsize > rows.shape[1] or not _bytes(rows):
+            raise ValueError(f"there are not {numel} values from byte {start} on in rows of shape {tuple(rows.shape)} on the CPU")
+        mean = torch.empty(numel, dtype=torch.float32, device="cpu")
+        self.library.scrimp_mean(
+            mean.data_ptr(), rows.data_ptr() + start, KINDS[dtype], numel, rows.shape[0], rows.stride(0), self.level
+        )
+        return mean
+
     def select(self, values: torch.Tensor, how: Cut) -> torch.Tensor:
         """Positions of the largest, and nothing is changed."""
         positions = torch.empty(how.entries, dtype=torch.int64, device="cpu")
@@ -135,8 +146,11 @@ class NativeSelect:
 
 def _whole(packets: torch.Tensor, nbytes: int) -> bool:
     """Whether they are rows of so many bytes."""
-    rows = packets.is_cpu and packets.dtype == torch.uint8 and packets.dim() == 2
-    return rows and packets.shape[1] == nbytes and packets.stride(1) == 1
+    return _bytes(packets) and packets.shape[1] == nbytes
+
+
+def _bytes(rows: torch.Tensor) -> bool:
+    return rows.is_cpu and rows.dtype == torch.uint8 and rows.dim() == 2 and rows.stride(1) == 1
 
 
 def _at(tensor: torch.Tensor | None) -> int | None:
@@ -172,6 +186,7 @@ def _settled() -> NativeSelect | str:
 def _made() -> NativeSelect | str:
     library, compiler = load(SOURCE)
     library.scrimp_kept.argtypes, library.scrimp_kept.restype = _KEPT, None
+    library.scrimp_mean.argtypes, library.scrimp_mean.restype = _MEAN, None
     library.scrimp_arrived.argtypes, library.scrimp_arrived.restype = _ARRIVED, _INT
     kernel = NativeSelect(library, compiler, library.scrimp_level())
     return kernel if _tried(kernel) else f"it does not find what torch {torch.__version__} finds"
@@ -206,6 +221,11 @@ def _tried(kernel: NativeSelect) -> bool:
         master = mine.clone().index_add_(0, largest, rounded.float(), alpha=-1 / 3)
         kernel.arrived(packet.view(1, -1), how, dtype, mine, -1 / 3, weight)
         same += [torch.equal(mine, master), torch.equal(weight[largest], master[largest].to(dtype))]
+        three = (drawn(2000) / 7).to(dtype)[: TRIED // 3 * 3].view(3, -1)
+        mean = three[0].float() * (1 / 3)
+        for other in three[1:]:
+            mean.add_(other, alpha=1 / 3)
+        same.append(torch.equal(kernel.mean(three.view(torch.uint8), 0, three.shape[1], dtype), mean))
     m, root, v = drawn(100), drawn(100).abs(), drawn(100)
     everything = Cut(numel=TRIED, per_row=COLUMNS, from_rest=how.rest)
     numbers = Numbers(betas=(0.5, 0.0), rate=3.0, eps=1.0)  # the second moment is the gradient's square
