@@ -60,7 +60,7 @@ def mean_of(rows: torch.Tensor, start: int, numel: int, dtype: torch.dtype) -> t
     if native is not None:
         return native.mean(rows, start, numel, dtype)
     first, *others = rows[:, start : start + numel * dtype.itemsize].view(dtype)
-    mean = first.to(torch.float32, copy=True).mul_(1 / len(rows))
+    mean: torch.Tensor = first.to(torch.float32, copy=True).mul_(1 / len(rows))
     for values in others:
         mean.add_(values, alpha=1 / len(rows))
     return mean
