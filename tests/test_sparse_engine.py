@@ -225,6 +225,40 @@ def test_the_ledger_knows_where_residuals_are(kind: str, place: str) -> None:
     assert engine.ledger.device.now["residual"] == 0
 
 
+class Slope(torch.nn.Module):
+    """Its gradients are the same wherever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(96, 80, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * torch.linspace(-1, 1, 80)).mean()
+
+
+def test_the_residual_is_in_units_of_weights() -> None:
+    """What waits is the difference from the weights that the rank would have had by itself: one copy in fp32, and no gradient."""
+    settings = Sparse(density=0.02, values="fp32", residual="weight", masking=False)
+    optimizer = SGD(lr=0.5, momentum=0.9)
+    engine = Engine(Slope(), optimizer=optimizer, precision="fp32", exchange=settings, device="cpu")
+    alone = Slope()
+    theirs = torch.optim.SGD(alone.parameters(), 0.5, 0.9)
+    for seed in range(12):
+        batch = torch.randn(8, 96, generator=torch.Generator().manual_seed(seed))
+        engine.step(batch)
+        alone(batch).backward()
+        theirs.step()
+        theirs.zero_grad()
+    engine.wait()
+    weight = engine.state_dict()["layer.weight"]
+    waiting = engine.exchanging.residuals.of("layer.weight").read(slice(0, weight.numel()))  # type: ignore[union-attr]
+    assert (weight - alone.layer.weight).abs().max() > 1e-3  # much of it still waits
+    torch.testing.assert_close(weight - waiting.view_as(weight), alone.layer.weight.detach(), rtol=0, atol=1e-6)
+    assert engine.ledger.device.now["gradients"] == 0
+    assert engine.ledger.device.now["residual"] == weight.nbytes
+
+
 def test_one_budget_decides_how_residuals_are_kept_too() -> None:
     """Room for all: fp32 on the device. Less: what lets homes stay. Less still: homes go, and residuals with them."""
     found, exchange = {}, Sparse(density=0.05, small=300, residual="auto", place="auto")

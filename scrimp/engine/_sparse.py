@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ from scrimp.engine._sparse_state import load, tensors
 from scrimp.engine._updating import restore_all
 from scrimp.errors import RunError
 from scrimp.exchange._choice import measure_pace, sparse_pays
-from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule, largest_piece
+from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule, finite, largest_piece
 from scrimp.exchange._round import Member, Round, plan_buckets
 from scrimp.exchange._select import select
 from scrimp.exchange._settings import Sparse
@@ -303,8 +302,8 @@ class SparseExchange:
         """Whether it is finite, and the step's micro-batches before it were; on a device a flag, since the host would have to
         wait to know."""
         sound: torch.Tensor | bool
-        if gradient.is_cpu:  # a sum is quick, and finite unless something is wrong, or nearly
-            sound = isfinite(gradient.sum()) or bool(torch.isfinite(gradient).all())
+        if gradient.is_cpu:
+            sound = finite(gradient)
         else:
             some = gradient if gradient.numel() else gradient.new_zeros(1)  # none at all have no largest
             sound = torch.linalg.vector_norm(some, torch.inf) < torch.inf

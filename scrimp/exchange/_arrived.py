@@ -74,6 +74,9 @@ def average(rows: torch.Tensor, bucket: Bucket, target: Callable[[Part], torch.T
             return f"rank {rank} sent {trouble}"
     for part in bucket.parts:
         into = target(part)
+        if part.how is not None:
+            subtract(into, rows, bucket, part, -1.0)
+            continue
         for span, mean in mean_pieces(rows, bucket, part):
             into[span].add_(mean)
     return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 
@@ -181,6 +182,11 @@ class Kept:
         """The kernel is as well off with all at once, where nothing need be copied for it."""
         at_once = kernel is not None and (whole or self.rest.in_place)
         return iter((slice(0, self.numel),)) if at_once else pieces(self.numel, self.rest.device)
+
+
+def finite(gradient: torch.Tensor) -> bool:
+    """A sum is quick, and finite unless something is wrong, or nearly."""
+    return isfinite(gradient.sum()) or bool(torch.isfinite(gradient).all())
 
 
 def part_of(how: Cut, span: slice) -> Cut:

@@ -11,7 +11,7 @@ from scrimp.exchange._residual import KINDS
 
 VALUES = (*DTYPES,)
 PLACES = ("device", "host")
-AUTO = "auto"
+AUTO, WEIGHT = "auto", "weight"
 OF = ("update", "gradient")
 START = 0.25  # the density that a warm-up begins with
 
@@ -26,7 +26,8 @@ class Sparse:
     """`density` of each parameter's entries travel in a step, those that would move it most; the rest waits. `warm_up` steps
     come down to it from a quarter.
 
-    `values`: what travels, "bf16", "fp16" or "fp32". `residual`: how the rest is kept, "fp32", "bf16" or "int8"; `place`: where,
+    `values`: what travels, "bf16", "fp16" or "fp32". `residual`: how the rest is kept, "fp32", "bf16" or "int8"; it is in units
+    of weights, w - w', w' being what this rank alone would have by now, so "weight" is another name of "fp32". `place`: where,
     for layers whose home is the device: there, or on the "host". "auto": what makes the fastest step within the budget, which
     pays for homes and activations too; of equals the one that is kept best. `masking` stops a momentum where something was
     sent. Tensors of less than `small` elements travel whole. Every `check_every` steps all ranks compare their weights, bit by
@@ -52,6 +53,8 @@ class Sparse:
     of: str = "update"
 
     def __post_init__(self) -> None:
+        if self.residual == WEIGHT:
+            object.__setattr__(self, "residual", KINDS[0])
         if not 0 < self.density <= 1:
             raise RunError(f"Sparse(density={self.density!r}) is not possible: more than 0, at most 1")
         for name, known in (("values", VALUES), ("residual", (*KINDS, AUTO)), ("place", (*PLACES, AUTO)), ("of", OF)):

@@ -9,6 +9,7 @@ What the optimizer gets as a gradient is the mean of what the ranks sent, the sa
 
 import zlib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import nn
 from scrimp.chunks._store import DTYPES as VALUES
 from scrimp.errors import RunError
 from scrimp.exchange._arrived import average
-from scrimp.exchange._bucket import Bucket, all_finite, complaint, plan_bucket, put, seal
-from scrimp.exchange._kept import Kept, Momentum
+from scrimp.exchange._bucket import PRESENT, Bucket, all_finite, complaint, plan_bucket, put, seal
+from scrimp.exchange._kept import Kept, Momentum, finite
+from scrimp.exchange._packet import unpack
 from scrimp.exchange._residual import residual as make_residual
 from scrimp.exchange._select import select
 from scrimp.exchange._settings import density_at
@@ -116,22 +118,23 @@ def sparse_hook(
     buffer: torch.Tensor = bucket.buffer()
     gradients: list[torch.Tensor] = bucket.gradients()
     names = [state.names[id(parameter)] for parameter in bucket.parameters()]
-    sizes = [(name, gradient.numel()) for name, gradient in zip(names, gradients, strict=True)]
-    plan = plan_bucket(sizes, state.now, state.values, state.small)
+    sizes = tuple((name, gradient.numel()) for name, gradient in zip(names, gradients, strict=True))
+    plan = _planned(sizes, state.now, state.values, state.small)
+    flats = [gradient.reshape(-1) for gradient in gradients]  # where they are, unless their layout is another
     step, world = state.step, dist.get_world_size(state.group)
     state.step += bucket.is_last()
-    finite = bool(buffer.isfinite().all())
-    row, sent = plan.row(buffer.device), {}
-    for part, gradient in zip(plan.parts if finite else (), gradients, strict=False):
-        flat = gradient.reshape(-1)
+    sound = finite(buffer)
+    row, sent = plan.row(buffer.device), []
+    for part, flat in zip(plan.parts if sound else (), flats, strict=False):
         if part.how is None or part.how.everything:
             positions = None if part.how is None else select(flat, part.how)
             put(row, part, positions, flat, state.values)
             continue
-        kept = state.of(part.name)
-        sent[part.name] = kept.add_and_send(flat, part.how, state.values, 1.0)  # the optimizer has the rate
-        put(row, part, *sent[part.name], state.values)
-    seal(row, step, finite=finite)
+        rate = 1.0  # the optimizer has it
+        state.of(part.name).send_into(row[part.start : part.stop], flat, part.how, state.values, rate)
+        row[part.flag].fill_(PRESENT)
+        sent.append(part)
+    seal(row, step, finite=sound)
     rows = row.new_empty(world * row.numel())
     work = dist.all_gather_into_tensor(rows, row, group=state.group, async_op=True)
 
@@ -139,22 +142,27 @@ def sparse_hook(
         came = rows.view(world, -1)
         _check(came, plan, step)
         if not all_finite(came):  # whoever looks at the gradients sees it, on every rank; nobody has lost anything
-            for name, entries in sent.items():
-                state.of(name).give_back(*entries)
+            for part in sent:
+                assert part.how is not None
+                state.of(part.name).give_back(*unpack(row[part.start : part.stop], part.how, state.values))
             return buffer.fill_(float("nan"))
-        means = {part.name: torch.zeros(part.numel, device=buffer.device) for part in plan.parts}
-        trouble = average(came, plan, lambda part: means[part.name])
+        means = {
+            part.name: flat if flat.dtype == torch.float32 else flat.float() for part, flat in zip(plan.parts, flats, strict=True)
+        }
+        trouble = average(came, plan, lambda part: means[part.name].zero_())
         if trouble is not None:
             raise RunError(f"step {step}: {trouble}")
         for part, gradient in zip(plan.parts, gradients, strict=True):
-            mean = means.pop(part.name)
-            if part.whole:
-                mean = state.pushed(part.name, mean)
-            gradient.copy_(mean.view(gradient.shape))
+            mean = state.pushed(part.name, means[part.name]) if part.whole else means[part.name]
+            if mean.data_ptr() != gradient.data_ptr():
+                gradient.copy_(mean.view(gradient.shape))
         return buffer
 
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(arrived)
     return future
+
+
+_planned = lru_cache(maxsize=256)(plan_bucket)  # the same in every step, but for a warm-up
 
 
 def _check(came: torch.Tensor, plan: Bucket, step: int) -> None:
