@@ -351,10 +351,10 @@ def test_a_step_that_is_tried_again_counts_once() -> None:
     tries = 0
     begin = engine.residents.begin_step
 
-    def counting(*args: Any) -> None:
+    def counting(*args: Any, **kwargs: Any) -> None:
         nonlocal tries
         tries += 1
-        begin(*args)
+        begin(*args, **kwargs)
 
     engine.residents.begin_step = counting  # type: ignore[method-assign]
     torch.manual_seed(5)

@@ -321,6 +321,23 @@ def test_means_are_torchs(dtype: torch.dtype, numel: int, world: int, seed: int)
         kernel().mean(rows, start, numel + 2, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given_as", DTYPES)
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_what_travels_whole_is_put_as_torch_does_it(dtype: torch.dtype, given_as: torch.dtype, bad: float | None) -> None:
+    values, row = drawn(333, "normal", 3).to(given_as), torch.full((2000,), 7, dtype=torch.uint8)
+    values[17] = 0.0 if bad is None else bad
+    assert kernel().put(row, 8, values, dtype) == (bad is None)
+    end = 8 + 333 * dtype.itemsize
+    want = values.to(dtype) if bad is None else torch.zeros(333, dtype=dtype)
+    assert torch.equal(row[8:end].view(dtype), want)
+    assert bool((row[:8] == 7).all())
+    assert bool((row[end:] == 7).all())
+    for start in (-1, 2001 - 333 * dtype.itemsize):
+        with pytest.raises(ValueError, match="do not fit a row of 2000 bytes"):
+            kernel().put(row, start, values, dtype)
+
+
 def test_threads_change_no_bit() -> None:
     numel, how, before = 5 * COLUMNS + 33, cut(5 * COLUMNS + 33, 0.01), torch.get_num_threads()
     found = []

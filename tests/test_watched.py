@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from scrimp.chunks._home import DEVICE
 from scrimp.chunks._meter import CpuMeter
 from scrimp.engine import Engine
 from scrimp.engine._watched import ALIKE, EVERY
@@ -119,6 +120,7 @@ def test_steps_that_take_more_each_time_are_all_looked_at(watch: Watch) -> None:
 
 def test_a_step_that_goes_another_way_with_nobody_looking(watch: Watch) -> None:
     engine = engine_for(Net(), precision="fp32")
+    engine.planning._homes = frozenset()  # layers come and go
     watch.until_alike(engine, batch())
     traced = engine.planning.current
     assert traced is not None
@@ -130,3 +132,18 @@ def test_a_step_that_goes_another_way_with_nobody_looking(watch: Watch) -> None:
     ways = [1.0] * (engine.steps - 2) + [-1.0] * 2
     want, _ = train_fp32(Net(), [(batch(way),) for way in ways], adamw)
     assert_same(everything(engine), want)
+
+
+def test_where_no_layer_moves_the_way_makes_no_difference(watch: Watch) -> None:
+    engine = engine_for(Net(), precision="fp32")
+    watch.until_alike(engine, batch())
+    assert all(home.place == DEVICE for home in engine.store.homes if home.weights.numel())
+    looked, ways = [], [1.0] * engine.steps
+    for _ in range(EVERY):
+        ways += [-1.0]
+        looked.append(watch.step(engine, batch(-1.0)))
+    assert sum(looked) > 1  # the one that was different, and those after it
+    want, _ = train_fp32(Net(), [(batch(way),) for way in ways], adamw)
+    assert_same(everything(engine), want)
+    engine.evaluate(batch())  # where layers are asked for as ever
+    assert not engine.residents.active

@@ -58,7 +58,7 @@ class Store:
         self.precision = precision
         self.dtype = DTYPES[precision]
         self.device = device
-        self.optimizer = optimizer
+        self.optimizer, self._fields = optimizer, optimizer.fields
         self.books = books
         self.ledger = books.device
         self.wire, self.ranks = wire, ranks or wire
@@ -100,7 +100,7 @@ class Store:
 
     def home_nbytes(self, layer: int) -> tuple[int, int, int]:
         """What a layer's home takes: (weights, gradients of their own, masters and states)."""
-        return sizes(self.shards, layer, self.dtype_of(layer), self.optimizer.fields, self.accumulate)
+        return sizes(self.shards, layer, self.dtype_of(layer), self._fields, self.accumulate)
 
     def device_home_nbytes(self, layer: int) -> int:
         """What it costs on the device, beside the layer itself, to have its home there."""
@@ -122,7 +122,7 @@ class Store:
         dtype, numel, trained = self.dtype_of(layer), self.shards.numel(layer), self.shards.trained_numel(layer)
         own_master = dtype == torch.float32
         own_gradients = own_master or self.accumulate > 1
-        kept = optimized(dtype, self.optimizer.fields)
+        kept = optimized(dtype, self._fields)
         if place == DEVICE:
             if self.wire.world == 1 and not self.resident[layer]:
                 self.open(layer)
@@ -212,7 +212,7 @@ class Store:
 
     def direct(self, layer: int) -> Opened:
         """A layer's data where its home has it, without waiting: for who updates it."""
-        return self.homes[layer].opened(layer, self.shards, self.optimizer.fields)
+        return self.homes[layer].opened(layer, self.shards, self._fields)
 
     def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:
         self.at_rest(layer)

@@ -241,7 +241,8 @@ class Engine:
         self._traffic = astuple(self.store.traffic)
         try:
             with running(self, args, kwargs, self._watched.step(plan)), no_caches(self.model):
-                self.residents.begin_step(self.steps, plan.choice.schedule if plan.choice else None, plan.expected)
+                schedule = plan.choice.schedule if plan.choice else None
+                self.residents.begin_step(self.steps, schedule, plan.expected, looking=self._watched.looking)
                 for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, self.accumulate)):
                     self.last_part = k == self.accumulate - 1
                     losses.append(self._forward_backward(part_args, part_kwargs))

@@ -68,6 +68,7 @@ class Residents:
         self._current: tuple[int, ...] = ()
         self._empty: tuple[int, ...] = ()
         self._aside = False
+        self._still = False  # no layer ever comes or goes in this step, and nobody looks: it has no moments
         self._ends: list[int] = []
         self._retire = retire
         self._trained = [sum(slot.trainable for slot in layer.slots) for layer in store.table.layers]
@@ -79,9 +80,13 @@ class Residents:
 
     # Steps.
 
-    def begin_step(self, step: int, schedule: Schedule | None, expected: tuple[tuple[int, ...], ...] = ()) -> None:
-        """Follow a schedule made for the moments that are expected; or, without one, trace."""
+    def begin_step(
+        self, step: int, schedule: Schedule | None, expected: tuple[tuple[int, ...], ...] = (), *, looking: bool = True
+    ) -> None:
+        """Follow a schedule made for the moments that are expected; or, without one, trace. `looking`: somebody wants to know
+        what each moment takes."""
         self.step = step
+        self._still = not looking and all(map(self.store.anchored, range(len(self.store.flats))))
         self._schedule, self._expected = schedule, expected
         self.tracing = schedule is None
         self.trace, self.kept_nbytes, self._current, self._ends = [], {}, (), []
@@ -93,7 +98,8 @@ class Residents:
     def end_step(self) -> tuple[bool, list[Moment]]:
         """Whether the step traced, from its start or from where it left its schedule; and the moments."""
         self.timing.pause()
-        self._close_moment()
+        if not self._still:
+            self._close_moment()
         self._current = ()
         traced = self.tracing
         keeps = self._schedule.keeps if self._schedule is not None else ()
@@ -118,7 +124,9 @@ class Residents:
 
     def before_landing(self, layer: int) -> None:
         """A gradient needs its layer's place on the device. If it is the only one of the layer, just the place."""
-        if layer not in self._current:  # whether it happens to be there or not: moments must not depend on that
+        if (
+            not self._still and layer not in self._current
+        ):  # whether it happens to be there or not: moments must not depend on that
             self.touch(layer, empty=self._trained[layer] == 1)
 
     def landed(self, layer: int, slot: Slot) -> None:
@@ -189,6 +197,11 @@ class Residents:
 
     def touch(self, layer: int, *, empty: bool = False) -> None:
         """Bring a layer and what it shares; or, `empty`, make room for the layer without its weights."""
+        if self._still and not self._aside:
+            self._current = self.store.table.layers[layer].needs
+            for other in self._current:
+                self.store.arrived(other)
+            return
         pinned = {other for running in self._running for other in self.store.table.layers[running].needs}
         needs = tuple(sorted({*self.store.table.layers[layer].needs} | pinned | self._held | {*self._landed}))
         if needs == self._current and all(self.ready(other) for other in needs):

@@ -45,6 +45,7 @@ class SparseExchange:
     def __init__(self, settings: Sparse, store: Store, optimizers: dict[str, Optimizer], wire: Wire) -> None:
         self.settings, self.store, self.optimizers = settings, store, optimizers
         self._trained = shares_of(store)
+        self._of_slot = {share.slot.name: share for shares in self._trained for share in shares}  # where each has just one
         self._here = {share.slot.name for shares in self._trained for share in shares}  # others in this node have the others
         self._wire = wire
         itemsize, density = DTYPES[settings.values].itemsize, settings.density
@@ -66,6 +67,7 @@ class SparseExchange:
         self._stream = torch.cuda.Stream(store.device) if apart else None  # type: ignore[no-untyped-call]
         self._hire()
         self._sent: set[int] = set()  # layers whose gradients were used up
+        self._small: dict[int, list[tuple[Share, torch.Tensor]]] = {}  # that wait for the rest of their layer
         self._sums: dict[str, torch.Tensor] = {}  # of micro-batches, where nothing is kept back
         self._sound: dict[str, torch.Tensor | bool] = {}  # whether all gradients of a parameter were finite, in this step
 
@@ -89,7 +91,7 @@ class SparseExchange:
         density = self.settings.density_at(engine.steps)
         plan = plan_buckets((*self._members(),), density, DTYPES[self.settings.values], self.settings.small)
         self._round = Round(engine.steps, plan, self._wire, self._comm, self._messages, self._stream)
-        self._sent, self._sums, self._sound = set(), {}, {}
+        self._sent, self._sums, self._sound, self._small = set(), {}, {}, {}
 
     @property
     def started(self) -> bool:
@@ -101,15 +103,11 @@ class SparseExchange:
         if not self._at_once(layer):
             self.store.land(layer, slot, gradient, first=first)
             return
-        assert self._round is not None
-        self._round.open(layer)
-        (share,) = (share for share in self._trained[layer] if share.slot is slot)
-
-        def take() -> None:
-            self._sent.add(layer)
-            self._take(engine, layer, share, gradient.reshape(-1), first=first, last=engine.last_part)
-
-        engine.meter.aside(take, LOOKING_NBYTES * self._looked_at(share.numel))
+        share = self._of_slot[slot.name]
+        if engine.accumulate == 1 and share.numel < self.settings.small:
+            self._small.setdefault(layer, []).append((share, gradient))  # together: each by itself would cost as much as all
+            return
+        self._take_all(engine, layer, [(share, gradient)], first=first)
 
     def retire(self, engine: Engine, layer: int, landed: list[tuple[Slot, bool]]) -> None:
         """All of a layer's gradients of this micro-batch are there, each with whether it is the first (or no more will come)."""
@@ -118,6 +116,8 @@ class SparseExchange:
             return
         if self._at_once(layer):
             assert self._round is not None
+            if layer in self._small:
+                self._take_all(engine, layer, self._small.pop(layer), first=True)
             self._round.done(layer)
         elif engine.residents.following:  # else the step may have to be undone
             self._send(engine, layer)
@@ -252,6 +252,17 @@ class SparseExchange:
         else:
             self.store.gates[layer] = engine.updating.worker.submit(layer, job, come)
 
+    def _take_all(self, engine: Engine, layer: int, landed: list[tuple[Share, torch.Tensor]], *, first: bool) -> None:
+        assert self._round is not None
+        self._round.open(layer)
+
+        def take() -> None:
+            self._sent.add(layer)
+            for share, gradient in landed:
+                self._take(engine, layer, share, gradient.reshape(-1), first=first, last=engine.last_part)
+
+        engine.meter.aside(take, LOOKING_NBYTES * self._looked_at(max(share.numel for share, _ in landed)))
+
     def _take(self, engine: Engine, layer: int, share: Share, gradient: torch.Tensor, *, first: bool, last: bool) -> None:
         going = self._round
         assert going is not None
@@ -269,6 +280,8 @@ class SparseExchange:
     ) -> None:
         """A gradient into what is kept, and, with the last micro-batch, what travels of that into the row."""
         part, dtype = going.part(share.name), going.dtype(share.name)
+        if first and last and part.how is None and going.put_small(share.name, gradient) is not None:
+            return
         sound = self._judge(share.name, gradient, first=first)
         flag = None if isinstance(sound, bool) else sound
         if sound is False:

@@ -310,3 +310,18 @@ void scrimp_mean(float *mean, const char *values, int kind, int64_t numel, int64
     if (level == PLAIN) mean_of(mean, values, kind, numel, ranks, apart, widen_plain, 0);
     else mean_vectors(mean, values, kind, numel, ranks, apart);
 }
+
+/* What travels whole, as a packet has it; whether all of it is finite: if not, nothing of it travels. */
+int scrimp_put(void *to, int to_kind, const void *from, int from_kind, int64_t numel) {
+    int finite = 1;
+    for (int64_t j = 0; j < numel; j++) {
+        float x = from_kind == FP32 ? ((const float *)from)[j]
+                : from_kind == BF16 ? from_bits((uint32_t)((const uint16_t *)from)[j] << 16)
+                                    : from_fp16(((const uint16_t *)from)[j]);
+        finite &= magnitude(x) < 0x7f800000;
+        if (to_kind == FP32) ((float *)to)[j] = x;
+        else ((uint16_t *)to)[j] = to_kind == BF16 ? to_bf16(x, 0) : to_fp16(x);
+    }
+    if (!finite) memset(to, 0, (size_t)numel * (to_kind == FP32 ? 4 : 2));
+    return finite;
+}

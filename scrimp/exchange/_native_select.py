@@ -32,6 +32,7 @@ _KEPT: tuple[Any, ...] = (
 )  # fmt: skip
 _ARRIVED: tuple[Any, ...] = (_POINTER, _LONG, _POINTER, _INT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _DOUBLE, *[_LONG] * 2)
 _MEAN: tuple[Any, ...] = (*[_POINTER] * 2, _INT, *[_LONG] * 3, _INT)
+_PUT: tuple[Any, ...] = (_POINTER, _INT, _POINTER, _INT, _LONG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,16 @@ class NativeSelect:
         )  # fmt: skip
         if not inside:
             raise ValueError(f"a packet has a place beyond the {how.numel} elements")
+
+    def put(self, row: torch.Tensor, start: int, values: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Values, of any type, into a row of bytes from one on; whether all are finite: if not, there are zeros."""
+        room = row.is_cpu and row.is_contiguous() and 0 <= start <= row.nbytes - values.numel() * dtype.itemsize
+        if not room or not values.is_cpu or not values.is_contiguous():
+            raise ValueError(
+                f"{values.numel()} contiguous values on the CPU do not fit a row of {row.nbytes} bytes from {start} on"
+            )
+        to, kinds = row.data_ptr() + start, (KINDS[dtype], KINDS[values.dtype])
+        return bool(self.library.scrimp_put(to, kinds[0], values.data_ptr(), kinds[1], values.numel()))
 
     def mean(self, rows: torch.Tensor, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """In fp32, over rows of bytes, of so many values from a byte on; rank after rank."""
@@ -186,6 +197,7 @@ def _settled() -> NativeSelect | str:
 def _made() -> NativeSelect | str:
     library, compiler = load(SOURCE)
     library.scrimp_kept.argtypes, library.scrimp_kept.restype = _KEPT, None
+    library.scrimp_put.argtypes, library.scrimp_put.restype = _PUT, _INT
     library.scrimp_mean.argtypes, library.scrimp_mean.restype = _MEAN, None
     library.scrimp_arrived.argtypes, library.scrimp_arrived.restype = _ARRIVED, _INT
     kernel = NativeSelect(library, compiler, library.scrimp_level())
@@ -221,6 +233,8 @@ def _tried(kernel: NativeSelect) -> bool:
         master = mine.clone().index_add_(0, largest, rounded.float(), alpha=-1 / 3)
         kernel.arrived(packet.view(1, -1), how, dtype, mine, -1 / 3, weight)
         same += [torch.equal(mine, master), torch.equal(weight[largest], master[largest].to(dtype))]
+        row = torch.zeros(dtype.itemsize * TRIED, dtype=torch.uint8, device="cpu")
+        same += [kernel.put(row, 0, mine, dtype), torch.equal(row.view(dtype), mine.to(dtype))]
         three = (drawn(2000) / 7).to(dtype)[: TRIED // 3 * 3].view(3, -1)
         mean = three[0].float() * (1 / 3)
         for other in three[1:]:

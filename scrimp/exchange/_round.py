@@ -19,8 +19,10 @@ from scrimp.chunks._wire import Wire
 from scrimp.chunks._worker import Gate, Worker
 from scrimp.errors import MoveError, RunError
 from scrimp.exchange._bucket import NOT_FINITE, PRESENT, Bucket, Part, complaint, misplaced, plan_bucket, put, seal
+from scrimp.exchange._native_select import native_select
 from scrimp.exchange._packet import unpack
 
+LARGEST = 1 << 16  # elements of what the kernel puts without threads
 BUCKET_NBYTES = 64 << 10  # a few milliseconds of a slow network: more would not travel beside backward
 
 
@@ -117,6 +119,18 @@ class Round:
         assert row is not None
         put(row, part, positions, values, self.buckets[k].dtype)
         self.present.add(name)
+
+    def put_small(self, name: str, values: torch.Tensor) -> bool | None:
+        """The same for few values that travel whole, by the host's kernel: whether they are finite. None: it takes no such."""
+        k, part = self._where[name]
+        row, kernel = self._rows[k], native_select()
+        assert row is not None
+        if kernel is None or part.numel > LARGEST or not (row.is_cpu and values.is_cpu and values.is_contiguous()):
+            return None
+        sound = kernel.put(row, part.start, values, self.buckets[k].dtype)
+        row[part.flag] = PRESENT if sound else NOT_FINITE
+        (self.present if sound else self.flagged).add(name)
+        return sound
 
     def packet(self, name: str) -> torch.Tensor:
         """The bytes of a parameter that is there, for who writes them."""
