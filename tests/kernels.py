@@ -6,6 +6,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,18 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
 )
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and TRITON
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whoever waits for the GPU inside gets an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def run_interpreted(file: str) -> None:

@@ -15,7 +15,7 @@ from scrimp.chunks._home import Piece
 from scrimp.chunks._optim import SGD, AdamW, Optimizer
 from scrimp.chunks._update import Updater, stage_numel
 from scrimp.engine import Engine, Memory
-from tests.kernels import INTERPRETED, OPTIMIZERS, TRITON, on_the_gpu, run_interpreted
+from tests.kernels import INTERPRETED, OPTIMIZERS, TRITON, no_waiting, on_the_gpu, run_interpreted
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -228,12 +228,9 @@ class TestOnAGpu:
         device = torch.device("cuda", torch.cuda.current_device())
         piece = piece_of(5000, AdamW(), torch.bfloat16, device, aliased=True)
         scale = torch.ones((), device=device)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             for count in (1, 2, 3):
                 by_kernel(kernel, AdamW(), count, piece, scale)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def test_more_elements_than_an_int_counts(self, kernel: Fused) -> None:
         numel, optimizer = (1 << 31) + 4097, SGD(lr=1.0)

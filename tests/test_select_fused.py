@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from scrimp.exchange._cut import COLUMNS, Cut, cut
 from scrimp.exchange._packet import pack, packet_nbytes, unpack
 from scrimp.exchange._select import select, take
 from scrimp.exchange._select_fused import DTYPES, FusedExchange, fused, scratch_nbytes, why_not
-from tests.kernels import INTERPRETED, TRITON, run_interpreted
+from tests.kernels import INTERPRETED, TRITON, no_waiting, run_interpreted
 from tests.test_fused import CPU, gpu
 
 INF = float("inf")
@@ -319,12 +318,7 @@ class TestOnAGpu:
         values, momentum = torch.randn(how.numel, device=device), torch.zeros(how.numel, device=device)
         packet = torch.empty(packet_nbytes(how, kernel[1]), dtype=torch.uint8, device=device)
         wrong = torch.zeros(1, dtype=torch.int32, device=device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             kernel[0].accumulate(values, momentum, values, carry=0.9, whole=True)
             kernel[0].send(values, how, packet, kernel[1], momentum)
             kernel[0].apply(packet, how, kernel[1], values, 0.25, wrong)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
