@@ -7,6 +7,7 @@ the host's view of the allocator, so no synchronisation is needed to read them.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,15 @@ from scrimp.ledger import Ledger
 HELD = ("parameters", "gradients", "optimizer", "residual", "padding", "buffers")  # what the ledger is told by its owners
 
 
+_capped: dict[torch.device, object] = {}  # whose cap it is, the last meter's
+
+
+def _lift(device: torch.device, token: object) -> None:
+    if _capped.get(device) is token:
+        del _capped[device]
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
 class CudaMeter:
     """The same interface as `CpuMeter`. The budget is a cap on what the allocator reserves, so that passing it is
     torch's out-of-memory error at the very operator."""
@@ -29,6 +39,12 @@ class CudaMeter:
         self.ledger = ledger
         self.device = device
         self._budget_nbytes = budget_nbytes
+        self._token = object()
+        weakref.finalize(self, _lift, device, self._token).atexit = False  # an engine that nobody closed
+        gc.collect()
+        torch.cuda.empty_cache()
+        # Between what others have there: reserved already, and hardly of use to anyone.
+        self._gaps = max(0, torch.cuda.memory_reserved(device) - self._allocated("current"))
         self.begin()
 
     def begin(self) -> None:
@@ -39,7 +55,8 @@ class CudaMeter:
         self._peak = 0
         self._others = self._allocated("current") - self._held()  # not the engine's: what was there before it
         total = torch.cuda.get_device_properties(self.device).total_memory
-        share = min(1.0, (self._budget_nbytes + self._others) / total)
+        share = min(1.0, (self._budget_nbytes + self._others + self._gaps) / total)
+        _capped[self.device] = self._token
         torch.cuda.set_per_process_memory_fraction(share, self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -90,7 +107,7 @@ class CudaMeter:
 
     def close(self) -> None:
         """Lift the cap: it holds for the whole process."""
-        torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        _lift(self.device, self._token)
 
     def _allocated(self, when: str) -> int:
         """Asked for in every layer; the function of that name makes a table of all counters first, ten times as long."""
