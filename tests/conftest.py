@@ -20,7 +20,7 @@ settings.load_profile("fixed")
 SAMPLED = {
     "test_bench_memory", "test_checkpoint", "test_ddp", "test_disk_update", "test_engine", "test_engine_classes",
     "test_engine_kinds", "test_engine_meter", "test_engine_ranks", "test_move_run", "test_native_build", "test_peers",
-    "test_planner_baselines", "test_sparse_engine", "test_spill", "test_through", "test_weights",
+    "test_planner_baselines", "test_sparse_engine", "test_spill", "test_spill_traffic", "test_through", "test_weights",
 }  # fmt: skip
 MANY = 4
 
