@@ -3,6 +3,8 @@ take more than the one before."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -147,3 +149,17 @@ def test_where_no_layer_moves_the_way_makes_no_difference(watch: Watch) -> None:
     assert_same(everything(engine), want)
     engine.evaluate(batch())  # where layers are asked for as ever
     assert not engine.residents.active
+
+
+def test_training_does_not_load_torchs_compiler() -> None:
+    """Which takes seconds, and which a mode of torch's own making would do at the first operator."""
+    code = (
+        "import sys, torch\n"
+        "from scrimp import Engine, Memory\n"
+        "engine = Engine(torch.nn.Linear(4, 4), memory=Memory(device='64MiB'), loss=torch.sum, device='cpu')\n"
+        "before = 'torch._dynamo' in sys.modules\n"
+        "engine.step(torch.ones(2, 4))\n"
+        "print(before, 'torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False", "False"]

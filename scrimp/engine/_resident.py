@@ -100,7 +100,7 @@ class Residents:
         self.timing.pause()
         if not self._still:
             self._close_moment()
-        self._current = ()
+        self._current, self._still = (), False
         traced = self.tracing
         keeps = self._schedule.keeps if self._schedule is not None else ()
         for layer, resident in enumerate(self.store.resident):
@@ -113,6 +113,7 @@ class Residents:
 
     def abandon(self) -> None:
         self._running.clear()
+        self._still = False
         self._held.clear()
         self._landed.clear()
         self._spent.clear()
@@ -197,7 +198,7 @@ class Residents:
 
     def touch(self, layer: int, *, empty: bool = False) -> None:
         """Bring a layer and what it shares; or, `empty`, make room for the layer without its weights."""
-        if self._still and not self._aside:
+        if self._still:
             self._current = self.store.table.layers[layer].needs
             for other in self._current:
                 self.store.arrived(other)
@@ -251,6 +252,8 @@ class Residents:
     def ready(self, layer: int) -> bool:
         """It was asked for in this moment, and is there. One that only happens to be there may still be on its way; and
         moments must not depend on that."""
+        if self._still:
+            return layer not in self.store.gates
         return layer in self._current and self.store.resident[layer] and layer not in self._gone
 
     def place(self) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from scrimp.chunks._dispatch_private import PlainMode
 from scrimp.engine._resident import Residents
 
 
@@ -41,7 +41,7 @@ class Strays(TorchFunctionMode):
                 self._look(item)
 
 
-class StraysInBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StraysInBackward(PlainMode):
     """The same while backward runs, where a model that checkpoints a part of a layer runs that part again. A function mode
     would not do: torch lifts it for the whole of a backward."""
 
