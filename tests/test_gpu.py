@@ -54,7 +54,6 @@ def test_moves_over_nccl_equal_the_oracle(nccl: RankPool, direct: bool) -> None:
         assert not wrong, wrong[0]
 
 
-MAPPED_NBYTES = 20 << 20  # what torch's allocator takes at a time for large tensors: by less than that it may pass its cap
 MID = {"dim": 512, "heads": 8, "layers": 8, "vocab": 8192, "seq": 256}
 ZOO = ["gpt-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "vgg-tiny", "moe-tiny"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,8 +89,7 @@ def trained(model: torch.nn.Module, batches: list[tuple[torch.Tensor, ...]], cap
             engine.load(again_from)
         for batch in batches:
             engine.step(*batch)
-        over = torch.cuda.max_memory_reserved() - base - engine.budget.device_nbytes
-        assert over < MAPPED_NBYTES if base else over <= 0
+        assert torch.cuda.max_memory_reserved() <= engine.budget.device_nbytes + base
         assert engine.ledger.peak_nbytes <= engine.budget.device_nbytes
         state = engine.state_dict()
         places = {home.place for home in engine.store.homes if home.weights.numel()}
@@ -306,7 +304,7 @@ def test_memory_that_the_user_takes_between_steps(clip: float | None) -> None:
         assert homes == sorted(homes, reverse=True)
         assert homes[0] > homes[1]
         assert homes[-1] == 0
-        assert torch.cuda.max_memory_reserved() < limit + MAPPED_NBYTES
+        assert torch.cuda.max_memory_reserved() <= limit + (4 << 20)
         taken.clear()
         got += [float(engine.step(*batch)) for batch in batches[len(got) :]]
         assert got == pytest.approx(want, rel=1e-3)
