@@ -28,6 +28,7 @@ from scrimp.chunks._rates import measure
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.engine._advice import check_landing, check_loss, does_not_fit
+from scrimp.engine._again import StepAgain
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
 from scrimp.engine._dense import DenseExchange
@@ -194,6 +195,7 @@ class Engine:
             self.exchanging.meet(self)
         except MoveError as error:
             raise self._named(error) from error
+        reason: FitError | None
         while True:
             try:
                 plan = self.planning.prepare(key)
@@ -208,16 +210,20 @@ class Engine:
                 # No weight has changed yet. If there is a way that takes less, try that; not before this clause has
                 # ended: the error and its cause hold the frames, and they hold the activations that did not fit.
                 reason = FitError(*error.args)
+            except StepAgain as known:
+                reason, words, unfit = None, str(known), known.unfit
             except BaseException:
                 self._no_way_back()
                 self._abandon()
                 self._undo.back()
                 raise
             if self._no_way_back():
-                raise reason
+                raise reason or RunError(f"step {self.steps}: {words}, and some layers had been updated already")
             self._abandon()
             self._undo.back()
-            if not self.planning.spare(plan):
+            if reason is None:
+                self.planning.never_again(unfit, words)
+            elif not self.planning.spare(plan):
                 raise reason
         self._undo.done(tracing=plan.choice is None)
         self.residents.timing.end()

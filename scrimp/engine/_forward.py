@@ -16,7 +16,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from scrimp.engine._buffers import Place, copies, places
+from scrimp.engine._buffers import Watch, instead
 from scrimp.engine._parking import Parked
 from scrimp.engine._resident import Residents
 from scrimp.errors import RunError
@@ -54,8 +54,7 @@ class _Forward:
         self.layer = layer
         self.residents = residents
         self.recompute = recompute
-        self.buffers = places(module)
-        self.changed: list[Place] = []  # buffers that a forward writes: running statistics
+        self.buffers = Watch(module)
         self.dummy = torch.empty(0, device=residents.store.device)  # tells checkpoint which device's random state to keep
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,18 +79,21 @@ class _Forward:
 
     def once_or_again(self, inputs: Parked) -> Any:
         if not inputs.used:
+            made, marks = self.buffers.before(tracing=self.residents.tracing)
             out = self.run(*inputs.bring())
+            inputs.saw = self.buffers.after(made, marks)
+            inputs.check_unchanged(self.layer, "its own forward")
             if self.recompute.parked:
                 inputs.park()
             return out
-        before = copies(self.changed)
+        inputs.check_unchanged(self.layer, "the model, after the layer had used it")
         live = self.residents.meter.live_nbytes
         args, kwargs = inputs.bring()
         try:
-            return self.run(args, kwargs)
+            with instead(inputs.saw):
+                return self.run(args, kwargs)
         finally:  # a recomputation is cut short by an exception when it has made all that backward needs
-            for copy in before:
-                copy.back()
+            inputs.saw = []
             if self.residents.tracing:
                 kept = self.residents.meter.live_nbytes - live
                 self.residents.kept_nbytes[self.layer] = max(kept, self.residents.kept_nbytes.get(self.layer, 0))
@@ -104,11 +106,7 @@ class _Forward:
         if not (timing.on or tracing) or torch._C._current_graph_task_id() != -1:
             return self.forward(*args, **kwargs)
         with timing.of(self.layer):
-            before = copies(self.buffers) if tracing else []
-            out = self.forward(*args, **kwargs)
-        if tracing:
-            self.changed = [copy.place for copy in before if copy.changed]
-        return out
+            return self.forward(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RunError(

@@ -13,6 +13,8 @@ from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._lanes import Event
 from scrimp.chunks._meter import CpuMeter
 from scrimp.chunks._store import Store
+from scrimp.engine._again import StepAgain
+from scrimp.engine._buffers import Copy
 from scrimp.errors import FitError
 from scrimp.ledger import format_nbytes
 
@@ -27,6 +29,14 @@ class Parked:
         self._meter = meter
         self._away: dict[int, tuple[torch.Tensor, torch.Size, Event]] = {}
         self.used = False
+        self.saw: list[Copy] = []  # the buffers that the first forward saw
+        self._versions = [_version(leaf) for leaf in self._leaves]
+
+    def check_unchanged(self, layer: int, by: str) -> None:
+        """A recomputation would start from other inputs if one of them was written into."""
+        if [_version(leaf) for leaf in self._leaves] != self._versions:
+            path = self._store.table.layers[layer].path
+            raise StepAgain(f"an input of layer '{path}' was changed in place by {by}", unfit=layer)
 
     def bring(self) -> tuple[Any, Any]:
         """Arguments and keywords, on the device."""
@@ -51,7 +61,7 @@ class Parked:
                     source.record_stream(self._store.lanes.downward)
                 self._store.traffic.down_nbytes += there.nbytes
                 self._away[k] = (there, leaf.shape, parked)
-                self._leaves[k] = None
+                self._leaves[k], self._versions[k] = None, None
 
     def _host(self, leaf: torch.Tensor) -> torch.Tensor:
         host, room = self._store.books.host, self._store.host_room_nbytes
@@ -72,3 +82,7 @@ class Parked:
         host.charge("activations", nbytes)
         weakref.finalize(there.untyped_storage(), host.free, "activations", nbytes)
         return there
+
+
+def _version(leaf: Any) -> int | None:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None

@@ -31,7 +31,7 @@ from scrimp.engine._resident import Residents
 from scrimp.engine._residuals import Residuals, Way
 from scrimp.engine._watched import Seen
 from scrimp.engine._world import agreed
-from scrimp.errors import FitError
+from scrimp.errors import FitError, RunError
 
 MOST_PLANS, MOST_SIZES = 64, 255
 WORTH_PASSING = 0.2  # of a step's seconds, predicted: copies, updates and compute never overlap quite so well
@@ -115,6 +115,14 @@ class Planning:
             return False
         plan.choice, plan.replans = None, 0
         return True
+
+    def never_again(self, layer: int | None, words: str) -> None:
+        """A layer cannot be recomputed, if one is named: its activations are kept from now on."""
+        if layer is not None and self.mode == "all":
+            raise RunError(f"{words}, so the layer cannot be recomputed; use recompute='auto', which keeps its activations")
+        self.recompute.recomputable -= {layer}
+        for plan in self._plans.values():
+            plan.choice, plan.replans = None, 0
 
     def homes_back(self, *, for_good: bool = False) -> bool:
         """Bring homes from the device to the host, as many as there is room for; whether there were any. Not where other ranks
