@@ -10,18 +10,36 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 _GUARD: Any = getattr(torch._C, "_DisableTorchDispatch", None)
 AVAILABLE = _GUARD is not None
 
 
 class PlainMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode whose operators come straight."""
+    """A mode whose operators come straight. However its `with` block ends, it leaves torch's stack."""
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        finally:
+            take_off(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def take_off(mode: TorchDispatchMode) -> None:
+    """From torch's stack of modes, if an exception in torch's own exit has left it there."""
+    stack = _get_current_dispatch_mode_stack()
+    if not any(other is mode for other in stack):
+        return
+    for _ in stack:
+        torch._C._pop_torch_dispatch_stack(None)
+    for other in stack:
+        if other is not mode:
+            torch._C._push_on_torch_dispatch_stack(other)
 
 
 class Unseen:

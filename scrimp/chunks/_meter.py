@@ -37,15 +37,16 @@ class CpuMeter(PlainMode):
         self._scale = Scale()
         self._wrapped_nbytes = 0
         self._known: dict[int, tuple[str, int]] = {}
+        self._lent: set[int] = set()
         self._shapes: dict[int, tuple[int, ...]] = {}  # of what is counted
         self._coming: tuple[int, tuple[int, ...]] = (0, ())  # what the operator that runs now makes
         self._alive: dict[int, weakref.ref[Any]] = {}  # storages that are counted, each with what is to happen when it dies
         self._self = weakref.ref(self)  # what is told of a death must not keep the engine alive
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        self.release(self._wrapped_nbytes)
-        self._wrapped_nbytes = 0
+        super().__exit__(*exc)
+        wrapped, self._wrapped_nbytes = self._wrapped_nbytes, 0
+        self.release(wrapped)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -141,10 +142,14 @@ class CpuMeter(PlainMode):
     def begin(self) -> None: ...
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """A batch, for the time of a step: its own bytes, though it may be a part of a larger storage."""
+        """A batch, for the time of a step: its own bytes, though it may be a part of a larger storage. What is counted already,
+        such as the result of an evaluation, is not counted twice."""
         if not tensor.is_cpu:
             return
         key = tensor.untyped_storage()._cdata
+        if key in self._known and key not in self._lent:
+            return
+        self._lent.add(key)
         before = self._known.get(key, ("", 0))[1]
         self._known[key] = ("buffers", before + tensor.nbytes)
         self.live_nbytes += tensor.nbytes
@@ -182,8 +187,11 @@ class CpuMeter(PlainMode):
         return peak
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """It lives on, but not on the device: a batch after its step."""
-        self._freed(tensor.untyped_storage()._cdata)
+        """A batch after its step: it lives on, but is not charged any more, if it was lent."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._lent:
+            self._lent.remove(key)
+            self._freed(key)
 
     def largest(self) -> tuple[int, tuple[int, ...]]:
         """Bytes and shape of the largest tensor that is live, or is being made."""

@@ -69,7 +69,7 @@ class SpillQueue:
         self._count = itertools.count()
         self._ready = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._closed = False
+        self._closed = self._resting = False
 
     def start(self, rank: int, batch: list[Request], then: Then) -> None:
         """Begin a batch of reads or of writes; `then` is called in one of the threads, with the first error."""
@@ -89,6 +89,10 @@ class SpillQueue:
         """A batch, and wait for it."""
         if not batch:
             return
+        if self._resting:
+            for request in batch:
+                request.run()
+            return
         over, errors = threading.Event(), []
 
         def then(error: BaseException | None) -> None:
@@ -99,6 +103,11 @@ class SpillQueue:
         over.wait()
         if errors[0] is not None:
             raise errors[0]
+
+    def rest(self) -> None:
+        """End the threads; from then on a batch is run by whoever waits for it."""
+        self._resting = True
+        self.close()
 
     def close(self) -> None:
         """End the threads; what has not begun is dropped."""

@@ -13,7 +13,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,9 @@ from scrimp.engine._dense import DenseExchange
 from scrimp.engine._evaluate import evaluate
 from scrimp.engine._fit import first_places
 from scrimp.engine._forward import Recompute, watch_layers
-from scrimp.engine._hooks import landing
+from scrimp.engine._full_parameters import full_parameters
+from scrimp.engine._hooks import Hooks, landing, run_hooks
+from scrimp.engine._interrupts import Interrupts, in_one_piece
 from scrimp.engine._judge import LossScale
 from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._modes import warn_of_eval
@@ -143,7 +145,9 @@ class Engine:
         else:
             self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
         room = self.budget.device_nbytes - self.ledger.device.total_nbytes if self.device.type == "cuda" else 0
-        self.places = take_over(model, self.store, weights, room_nbytes=room)
+        self._hooks = Hooks(micro_batches=accumulate)
+        taken = take_over(model, self.store, weights, hooks=self._hooks, room_nbytes=room)
+        self.places = taken.places
         self.weights = dict(model.named_parameters(remove_duplicate=False))
         self._order = {name: k for k, name in enumerate(self.weights)}
         self.counts: dict[str, int] = {}
@@ -157,7 +161,8 @@ class Engine:
         self.updating = Updating(self.store, optimizers, self.meter, staged=precision != "fp32" or clip_norm is not None)
         self.store.own = self.meter.ignore
         self._undo = Undo(model, self.device)
-        self.residents = Residents(self.store, self.meter, self._retire)
+        self.interrupts = Interrupts()
+        self.residents = Residents(self.store, self.meter, self._retire, self.interrupts.check)
         self._watched = Watched(self.meter, self.ledger.device)
         self.strays = Strays(self.residents)
         self._strays_again = StraysInBackward(self.residents)
@@ -170,6 +175,7 @@ class Engine:
         if isinstance(exchange, Sparse):
             self.exchanging = SparseExchange(exchange, self.store, optimizers, across)
             self.planning.residuals, self.planning.sending_nbytes = self.exchanging.residuals, self.exchanging.sending_nbytes()
+        self.closed = False
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False
         self.landed: dict[str, tuple[int, Slot]] = {}
@@ -177,10 +183,11 @@ class Engine:
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(landing(weakref.ref(self)))  # type: ignore[no-untyped-call]
-        self.stand_ins = StandIns(model, self.weights)
+        self.stand_ins = StandIns(model, self.weights, taken.stand_ins, self._hooks, self.device)
 
     # The step.
 
+    @in_one_piece
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on this rank's whole batch; the mean loss, detached. Modules are in the modes that they are in. A step
         that fails before its update leaves everything as it was; one that fails in it leaves nothing to go on from."""
@@ -286,8 +293,14 @@ class Engine:
         return value
 
     def land(self, parameter: torch.Tensor) -> None:
+        self.interrupts.check()
         layer, slot = self.places[id(parameter)]
         check_landing(slot.name, in_backward=self._backward, again=slot.name in self._part_landed)
+        hooks = self._hooks.of(parameter)
+        if hooks:
+            self.residents.touch(layer)  # a hook may read the weight
+            if not run_hooks(hooks, parameter, slot.name):
+                return
         assert parameter.grad is not None
         with self.residents.quietly():
             self.exchanging.land(self, layer, slot, parameter.grad, first=slot.name not in self.landed)
@@ -308,6 +321,7 @@ class Engine:
 
     # Looking at it.
 
+    @in_one_piece
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Forward without gradients, through the same residency; the model is in eval mode meanwhile."""
         self.check_usable()
@@ -320,6 +334,12 @@ class Engine:
     def bound(self) -> Bound:
         """The least traffic and time of a step like the last one, beside what it took. The first call measures the machine."""
         return bound(self)
+
+    def full_parameters(self, *names: str) -> AbstractContextManager[nn.Module]:
+        """`with engine.full_parameters() as model:` puts fp32 masters on the host into the model, to read and edit. At the end
+        of the block the engine writes what changed to master and weight. `names` are patterns such as "head.*": the others
+        stay out. With several ranks every rank enters, and makes the same edits."""
+        return full_parameters(self, names)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
@@ -341,7 +361,17 @@ class Engine:
         """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with."""
         load_state(self, folder)
 
-    def check_usable(self) -> None:
+    def check_open(self) -> None:
+        if self.closed:
+            raise RunError(
+                "the engine is closed: only its state can be read (state_dict, iter_state, save); build a new Engine to go on"
+            )
+
+    def check_usable(self, *, reading: bool = False) -> None:
+        """`reading`: for what a closed engine can do too."""
+        if not reading:
+            self.check_open()
+        self.stand_ins.check_closed()
         self.updating.check()
         self.exchanging.check()
         if self.broken is not None:
@@ -353,14 +383,27 @@ class Engine:
         """Until the updates that run beside the steps are done."""
         self.store.wait()
 
+    @in_one_piece
     def close(self) -> None:
-        """Give the device back: layers go, and the cap on the allocator is lifted. The host keeps the state, as far as
-        there is room for it."""
+        """End training for good: the engine frees the device, lifts the cap on the allocator and ends its threads. The host keeps
+        the state, as far as there is room for it, and it can still be read and saved. A second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
         self.residents.abandon()
-        self.planning.homes_back(for_good=True)
-        self.wait()
+        with suppress(RunError):  # what failed in the background was, or will be, raised by who asks for the state
+            self.planning.homes_back(for_good=True)
+            self.wait()
         self.exchanging.close()
+        self.updating.end()
         self.meter.close()
+
+    def __enter__(self) -> Engine:
+        self.check_open()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
     # Parts.
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from scrimp.engine._buffers import Watch, instead
 from scrimp.engine._parking import Parked
 from scrimp.engine._resident import Residents
+from scrimp.engine._stand_in import NO_COPY
 from scrimp.errors import RunError
 
 
@@ -109,7 +110,4 @@ class _Forward:
             return self.forward(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RunError(
-            "a model that an engine has taken over cannot be copied or pickled: its weights live in the engine; "
-            "copy it before Engine(model), or load engine.state_dict() into a new one"
-        )
+        raise RunError(NO_COPY)

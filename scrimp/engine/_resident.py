@@ -49,9 +49,15 @@ class Quietly:
 
 
 class Residents:
-    """`retire(layer, slots)` is called when a layer's gradients are complete."""
+    """`retire(layer, slots)` is called when a layer's gradients are complete, `check()` where the step may be interrupted."""
 
-    def __init__(self, store: Store, meter: CpuMeter | CudaMeter, retire: Callable[[int, list[Slot]], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        meter: CpuMeter | CudaMeter,
+        retire: Callable[[int, list[Slot]], None],
+        check: Callable[[], None],
+    ) -> None:
         self.store = store
         self.meter = meter
         self.step = 0
@@ -71,6 +77,7 @@ class Residents:
         self._still = False  # no layer ever comes or goes in this step, and nobody looks: it has no moments
         self._ends: list[int] = []
         self._retire = retire
+        self._check = check
         self._trained = [sum(slot.trainable for slot in layer.slots) for layer in store.table.layers]
         self._frozen = [any(not slot.trainable for slot in layer.slots) for layer in store.table.layers]
         self._landed: dict[int, list[Slot]] = {}  # gradients that stand where weights stood
@@ -198,6 +205,7 @@ class Residents:
 
     def touch(self, layer: int, *, empty: bool = False) -> None:
         """Bring a layer and what it shares; or, `empty`, make room for the layer without its weights."""
+        self._check()
         if self._still:
             self._current = self.store.table.layers[layer].needs
             for other in self._current:

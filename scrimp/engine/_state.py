@@ -24,9 +24,9 @@ def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def iter_state(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    engine.check_usable()
+    engine.check_usable(reading=True)
     for name, parameter in engine.weights.items():
-        yield name, _full(engine, *engine.places[id(parameter)])
+        yield name, full_values(engine, *engine.places[id(parameter)])
     for name, buffer in persistent(engine.model).items():
         here = buffer.detach().cpu().clone()
         # Rank 0's, as DDP has it: running statistics differ between a forward and the next. Flags cannot be summed.
@@ -34,7 +34,8 @@ def iter_state(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, engine.wire.from_first(bits).view(here.dtype)
 
 
-def _full(engine: Engine, layer: int, slot: Slot) -> torch.Tensor:
+def full_values(engine: Engine, layer: int, slot: Slot) -> torch.Tensor:
+    """A parameter in fp32 on the CPU, from the shards of all ranks."""
     full = torch.zeros(slot.numel, dtype=torch.float32)
     with engine.store.opened(layer) as data:
         for piece in data.pieces(slot):
@@ -43,7 +44,7 @@ def _full(engine: Engine, layer: int, slot: Slot) -> torch.Tensor:
 
 
 def save_state(engine: Engine, folder: str | Path) -> None:
-    engine.check_usable()
+    engine.check_usable(reading=True)
     random = {"cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(engine.device)
@@ -62,6 +63,7 @@ def save_state(engine: Engine, folder: str | Path) -> None:
 
 
 def load_state(engine: Engine, folder: str | Path) -> None:
+    engine.check_open()
     try:
         engine.updating.check()
     except RunError as error:  # so it stays, if there is nothing to load

@@ -1,11 +1,12 @@
 """Taking over a model: chunk table built, parameters moved into the arenas, never more than a layer of them twice.
 
 What has values (or is given some) is adopted tensor by tensor. What is on meta is made layer by layer. A parameter that
-was adopted leaves a stand-in on meta until all are: so nothing that fills one layer can touch another.
+was adopted becomes a stand-in on meta: its memory is free, and nothing that fills one layer can touch another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -15,7 +16,9 @@ from torch import nn
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import ChunkTable, Row, Slot, build_table
 from scrimp.engine._fresh import Made, fill
+from scrimp.engine._hooks import Hooks
 from scrimp.engine._match import Match, persistent_buffers
+from scrimp.engine._stand_in import StandIn, stand_in_for
 from scrimp.engine._weights import Source, open_weights
 from scrimp.errors import RunError
 from scrimp.layers import Layer
@@ -43,13 +46,15 @@ def _row(name: str, parameter: nn.Parameter, wide: bool) -> Row:
     return Row(name=name, shape=tuple(parameter.shape), trainable=parameter.requires_grad, wide=wide)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Seat:
-    """A parameter's places in the module tree: several if it is tied."""
+    """A parameter's places in the module tree: several if it is tied. `original` is the user's object."""
 
     layer: int
     slot: Slot
     places: tuple[tuple[nn.Module, str], ...]
+    original: nn.Parameter
+    hooks: Callable[[nn.Parameter], None]
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -59,21 +64,31 @@ class Seat:
         return parameter
 
     def put(self, values: torch.Tensor) -> nn.Parameter:
+        """A new parameter with these values."""
         parameter = nn.Parameter(values, requires_grad=self.slot.trainable)
-        for module, attribute in self.places:
-            module._parameters[attribute] = parameter
+        self.place(parameter)
         return parameter
 
+    def place(self, parameter: nn.Parameter) -> None:
+        for module, attribute in self.places:
+            module._parameters[attribute] = parameter
 
-def take_over(
-    model: nn.Module, store: Store, weights: Source | None = None, *, room_nbytes: int = 0
-) -> dict[int, tuple[int, Slot]]:
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """By the id of each new Parameter: its layer and slot, and the object that stands in for it between steps."""
+
+    places: dict[int, tuple[int, Slot]]
+    stand_ins: dict[int, StandIn]
+
+
+def take_over(model: nn.Module, store: Store, weights: Source | None = None, *, hooks: Hooks, room_nbytes: int = 0) -> Taken:
     """Move every parameter into the store, with the values of `weights` if they are given, else its own, else those that
-    its model makes; rank 0's count, and every rank must find the weights. For each new Parameter, by id, its layer and
-    slot. All buffers have values then, too. What a model makes is made on the device, if a layer takes less than
-    `room_nbytes` of it: that is where random numbers are quick, and others than the host's."""
+    its model makes; rank 0's count, and every rank must find the weights. All buffers have values then, too. What a model
+    makes is made on the device, if a layer takes less than `room_nbytes` of it: that is where random numbers are quick, and
+    others than the host's."""
     given = None if weights is None else Match(model, open_weights(weights))
-    layers = _seats(model, store)
+    layers = _seats(model, store, hooks)
     unmade = [[seat for seat in seats if given is None and seat.parameter.is_meta] for seats in layers]
     for index, (seats, left) in enumerate(zip(layers, unmade, strict=True)):
         there = [seat for seat in seats if seat not in left]
@@ -86,34 +101,48 @@ def take_over(
                 fits = 2 * sum(seat.parameter.nbytes for seat in left) <= room_nbytes
                 _make(model, store, left, store.device if fits else torch.device("cpu"))
     _make_buffers(model, given)
-    places = {}
+    taken = Taken(places={}, stand_ins={})
     for index, seats in enumerate(layers):
         storage = store.flats[index].untyped_storage()
         if not store.resident[index]:
             storage.resize_(store.nbytes(index))  # views can only be made of what is there
         for seat in seats:
-            places[id(seat.put(store.device_view(index, seat.slot)))] = (index, seat.slot)
+            stand_in = seat.original
+            assert isinstance(stand_in, StandIn)
+            weight = seat.put(store.device_view(index, seat.slot))
+            vars(weight).update(vars(stand_in))  # what the user has written on it
+            seat.hooks(weight)
+            taken.places[id(weight)], taken.stand_ins[id(weight)] = (index, seat.slot), stand_in
         if not store.resident[index]:
             storage.resize_(0)
-    return places
+    return taken
 
 
-def _seats(model: nn.Module, store: Store) -> list[list[Seat]]:
+def _seats(model: nn.Module, store: Store, hooks: Hooks) -> list[list[Seat]]:
     """By layer."""
+
+    def seat(layer: int, slot: Slot) -> Seat:
+        original = model.get_parameter(slot.name)
+        return Seat(
+            layer=layer,
+            slot=slot,
+            places=tuple(places[id(original)]),
+            original=original,
+            hooks=hooks.take_over(original, slot.name),
+        )
+
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
-    return [
-        [Seat(layer=k, slot=slot, places=tuple(places[id(model.get_parameter(slot.name))])) for slot in layer.slots]
-        for k, layer in enumerate(store.table.layers)
-    ]
+    return [[seat(k, slot) for slot in layer.slots] for k, layer in enumerate(store.table.layers)]
 
 
 def _adopt(store: Store, seat: Seat, values: torch.Tensor) -> None:
     store.adopt(seat.layer, seat.slot, store.ranks.from_first(values.detach()))
-    seat.put(torch.empty_like(seat.parameter, device="meta"))
+    seat.original = stand_in_for(seat.original, seat.slot.name, store.dtype_of(seat.layer))
+    seat.place(seat.original)
 
 
 def _make(model: nn.Module, store: Store, seats: list[Seat], device: torch.device) -> None:

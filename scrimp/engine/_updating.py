@@ -65,6 +65,13 @@ class Updating:
         self._begun = []
         self._hire()
 
+    def end(self) -> None:
+        """End all threads, after what they have begun. Spill files can still be read."""
+        self.close()
+        if self._passing is not None:
+            self._passing.close()
+        self.store.spill.queue.rest()
+
     def passing(self, on: bool) -> None:
         """Make what updates that pass need, or give it back; between steps, so that the meter does not take it for the
         model's."""
