@@ -404,8 +404,8 @@ OPT = {
     "max_position_embeddings": SEQ, "word_embed_proj_dim": DIM, **PLAIN,
 }  # fmt: skip
 MAMBA2 = {
-    "vocab_size": VOCAB, "hidden_size": DIM, "state_size": 4, "num_hidden_layers": 2, "head_dim": 8, "num_heads": 4, "n_groups": 1,
-    "expand": 2, "chunk_size": 4, **PLAIN,
+    "vocab_size": VOCAB, "hidden_size": DIM, "state_size": 4, "num_hidden_layers": 2, "head_dim": 8, "num_heads": 4,
+    "n_groups": 1, "expand": 2, "chunk_size": 4, **PLAIN,
 }  # fmt: skip
 
 

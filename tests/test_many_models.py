@@ -51,8 +51,7 @@ def at_least(name: str, precision: str) -> tuple[Engine, list[float]]:
         try:
             return trained(name, precision, budget)
         except FitError as error:
-            assert error.least_nbytes
-            budget = error.least_nbytes
+            budget = error.least_nbytes or 0
     pytest.fail(f"{name}: {budget} is not the least after all")
 
 
