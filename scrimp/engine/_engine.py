@@ -183,7 +183,7 @@ class Engine:
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(landing(weakref.ref(self)))  # type: ignore[no-untyped-call]
-        self.stand_ins = StandIns(model, self.weights, taken.stand_ins, self._hooks, self.device)
+        self.stand_ins = StandIns(model, self.weights, taken, self._hooks, self.device)
 
     # The step.
 

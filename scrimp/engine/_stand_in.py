@@ -49,7 +49,9 @@ class StandIn(nn.Parameter):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         mine = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, StandIn)), None)
-        if name in ("__get__", "__set__"):
+        if mine is None or mine.held is None:  # the engine is being built, and may touch it
+            pass
+        elif name in ("__get__", "__set__"):
             attribute = func.__self__.__name__
             given = args[1] if name == "__set__" else None
             allowed = attribute not in VALUES if name == "__get__" else (attribute != "data" and given is None) or given is mine

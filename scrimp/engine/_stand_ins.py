@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from scrimp.engine._hooks import Hooks
-from scrimp.engine._stand_in import OPEN, Held, StandIn, refuse
+from scrimp.engine._references import Set
+from scrimp.engine._stand_in import OPEN, Held, refuse
+from scrimp.engine._take_over import Taken
 from scrimp.errors import RunError
 
 ANEW = "after such a change build a new model and Engine: engine.save(folder), Engine(new_model, ...), engine.load(folder)"
@@ -28,16 +30,22 @@ class _Seat:
     name: str
     weight: nn.Parameter
     stand_in: nn.Parameter
+    references: list[Set]
+
+    def put(self, parameter: nn.Parameter) -> None:
+        self.module._parameters[self.attribute] = parameter
+        for put in self.references:
+            put(parameter)
 
 
 class StandIns:
-    """`weights` are the parameters that the engine trains, by every name they have; `stand_ins` theirs, by id."""
+    """`weights` are the parameters that the engine trains, by every name they have."""
 
     def __init__(
         self,
         model: nn.Module,
         weights: Mapping[str, nn.Parameter],
-        stand_ins: Mapping[int, StandIn],
+        taken: Taken,
         hooks: Hooks,
         device: torch.device,
     ) -> None:
@@ -49,11 +57,19 @@ class StandIns:
         self._seats = []
         for name, weight in weights.items():
             path, _, attribute = name.rpartition(".")
-            stand_in = stand_ins[id(weight)]
+            stand_in = taken.stand_ins[id(weight)]
             if stand_in.held is None or stand_in.held.weight is not weight:
                 stand_in.held = Held(name=name, weight=weight, hooks=hooks, device=device)
             module = model.get_submodule(path)
-            self._seats.append(_Seat(module=module, attribute=attribute, name=name, weight=weight, stand_in=stand_in))
+            seat = _Seat(
+                module=module,
+                attribute=attribute,
+                name=name,
+                weight=weight,
+                stand_in=stand_in,
+                references=taken.references[id(weight)],
+            )
+            self._seats.append(seat)
         model.register_forward_pre_hook(self._called)
         model.register_state_dict_pre_hook(self._asked)  # type: ignore[no-untyped-call]
         model.register_load_state_dict_pre_hook(self._given)  # type: ignore[no-untyped-call]
@@ -73,7 +89,7 @@ class StandIns:
         """The weights themselves are in the model."""
         self._check()
         for seat in self._seats:
-            seat.module._parameters[seat.attribute] = seat.weight
+            seat.put(seat.weight)
         self._inside = True
         try:
             yield
@@ -87,7 +103,7 @@ class StandIns:
         self._check()
         chosen = [(seat, parameters[id(seat.weight)]) for seat in self._seats if id(seat.weight) in parameters]
         for seat, parameter in chosen:
-            seat.module._parameters[seat.attribute] = parameter
+            seat.put(parameter)
         self._full = dict(parameters)
         try:
             yield
@@ -106,7 +122,7 @@ class StandIns:
 
     def _leave(self) -> None:
         for seat in self._seats:
-            seat.module._parameters[seat.attribute] = seat.stand_in
+            seat.put(seat.stand_in)
 
     def _count(self) -> int:
         return sum(len(module._parameters) + len(module._modules) for module in self._modules)

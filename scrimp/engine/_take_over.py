@@ -18,6 +18,7 @@ from scrimp.chunks._table import ChunkTable, Row, Slot, build_table
 from scrimp.engine._fresh import Made, fill
 from scrimp.engine._hooks import Hooks
 from scrimp.engine._match import Match, persistent_buffers
+from scrimp.engine._references import Set, references
 from scrimp.engine._stand_in import StandIn, stand_in_for
 from scrimp.engine._weights import Source, open_weights
 from scrimp.errors import RunError
@@ -54,6 +55,7 @@ class Seat:
     slot: Slot
     places: tuple[tuple[nn.Module, str], ...]
     original: nn.Parameter
+    references: list[Set]
     hooks: Callable[[nn.Parameter], None]
 
     @property
@@ -72,14 +74,18 @@ class Seat:
     def place(self, parameter: nn.Parameter) -> None:
         for module, attribute in self.places:
             module._parameters[attribute] = parameter
+        for put in self.references:
+            put(parameter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """By the id of each new Parameter: its layer and slot, and the object that stands in for it between steps."""
+    """By the id of each new Parameter: its layer and slot, the object that stands in for it between steps, and what puts another
+    object where modules refer to it."""
 
     places: dict[int, tuple[int, Slot]]
     stand_ins: dict[int, StandIn]
+    references: dict[int, list[Set]]
 
 
 def take_over(model: nn.Module, store: Store, weights: Source | None = None, *, hooks: Hooks, room_nbytes: int = 0) -> Taken:
@@ -101,7 +107,7 @@ def take_over(model: nn.Module, store: Store, weights: Source | None = None, *, 
                 fits = 2 * sum(seat.parameter.nbytes for seat in left) <= room_nbytes
                 _make(model, store, left, store.device if fits else torch.device("cpu"))
     _make_buffers(model, given)
-    taken = Taken(places={}, stand_ins={})
+    taken = Taken(places={}, stand_ins={}, references={})
     for index, seats in enumerate(layers):
         storage = store.flats[index].untyped_storage()
         if not store.resident[index]:
@@ -113,6 +119,7 @@ def take_over(model: nn.Module, store: Store, weights: Source | None = None, *, 
             vars(weight).update(vars(stand_in))  # what the user has written on it
             seat.hooks(weight)
             taken.places[id(weight)], taken.stand_ins[id(weight)] = (index, seat.slot), stand_in
+            taken.references[id(weight)] = seat.references
         if not store.resident[index]:
             storage.resize_(0)
     return taken
@@ -128,6 +135,7 @@ def _seats(model: nn.Module, store: Store, hooks: Hooks) -> list[list[Seat]]:
             slot=slot,
             places=tuple(places[id(original)]),
             original=original,
+            references=held.get(id(original), []),
             hooks=hooks.take_over(original, slot.name),
         )
 
@@ -136,6 +144,7 @@ def _seats(model: nn.Module, store: Store, hooks: Hooks) -> list[list[Seat]]:
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
+    held = references(model, {*places})
     return [[seat(k, slot) for slot in layer.slots] for k, layer in enumerate(store.table.layers)]
 
 
