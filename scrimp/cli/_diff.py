@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scrimp.cli._end import typed
 from scrimp.errors import ScrimpError
 from scrimp.planner._plan import Plan
 
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def compare(console: Console, one: Path, other: Path) -> None:
-    console.print(_load(one).diff(_load(other)).text(), soft_wrap=True)
+    with typed():
+        plans = _load(one), _load(other)
+    console.print(plans[0].diff(plans[1]).text(), soft_wrap=True)
 
 
 def _load(path: Path) -> Plan:
