@@ -15,7 +15,7 @@ from scrimp.cli import _clusters, _demo_table, _doctor
 from scrimp.cli._app import app
 from scrimp.cli._choices import Run, choice_lines, runs_of
 from scrimp.cli._demo_train import Figures, Plain
-from scrimp.cli._table import table_lines, wrapped
+from scrimp.cli._table import print_words, table_lines, wrapped
 from scrimp.cluster._presets import KINDS
 from scrimp.layout import Mesh
 from scrimp.planner._plan import Plan, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
@@ -59,6 +59,20 @@ def test_a_figure_keeps_its_unit() -> None:
     assert wrapped("there are 13.5 GiB free of 20 GiB", 17) == ["there are", "13.5 GiB free of", "20 GiB"]
     assert wrapped("all_gather x; slice y", 14, ";") == ["all_gather x;", "slice y"]
     assert wrapped("a\nb", 80) == ["a", "b"]
+
+
+def test_lines_of_a_terminal_are_broken_between_words() -> None:
+    line = "peak      664.8 KiB a device, at the model, aten.nll_loss_backward.default; 398.0 KiB if every byte were there once"
+    out = StringIO()
+    print_words(Console(file=out, width=80, markup=False, highlight=False, force_terminal=True, no_color=True), line)
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("peak      664.8 KiB a device")
+    assert second.startswith("          ")
+    assert f"{first} {second.strip()}" == line
+    assert widest(out.getvalue()) <= 80
+    out = StringIO()
+    print_words(Console(file=out, width=80, markup=False, highlight=False), line)
+    assert out.getvalue() == f"{line}\n"
 
 
 # What commands print.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scrimp.cli._end import typed
+from scrimp.cli._table import print_words
 from scrimp.errors import ScrimpError
 from scrimp.planner._plan import Plan
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def compare(console: Console, one: Path, other: Path) -> None:
     with typed():
         plans = _load(one), _load(other)
-    console.print(plans[0].diff(plans[1]).text(), soft_wrap=True)
+    print_words(console, plans[0].diff(plans[1]).text())
 
 
 def _load(path: Path) -> Plan:

@@ -19,6 +19,7 @@ from scrimp.cli._plan_check import FOLDER, FUNCTION, kind_of
 from scrimp.cli._set import pairs
 from scrimp.errors import ScrimpError
 from scrimp.zoo import configs
+from scrimp.zoo._build import example_on_meta
 
 NEAR = 6  # names that are offered in place of one that is not known
 LARGEST = 2**31 - 1
@@ -37,7 +38,7 @@ def model_and_batch(name: str, batch: int, seq: int, settings: Sequence[str]) ->
     try:
         with torch.device("meta"):
             model = zoo.build(name, **given)
-        return model, tuple(_of_rows(tensor, batch) for tensor in zoo.example_batch(name, 1, **given))
+        return model, example_on_meta(name, batch, **given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ScrimpError(f"{name} cannot be built{_with(settings)}: {_line(error)}") from error
 
@@ -64,11 +65,6 @@ def _check_runs(model: nn.Module, name: str) -> None:
     members = [f"{name}.{each}" for each, _ in held.named_children()]
     if len(members) > 1:
         raise ScrimpError(f"--explain {name}: it is a list of {len(members)} modules; name one, {members[0]} to {members[-1]}")
-
-
-def _of_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Only shapes are looked at, so that a batch of any size costs nothing."""
-    return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
 
 def _with(settings: Sequence[str]) -> str:
@@ -98,7 +94,10 @@ def _hugging_face(folder: Path, batch: int, seq: int, settings: Sequence[str]) -
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise ScrimpError(f"{folder}: no causal language model can be made of it{_with(settings)}: {_line(error)}") from error
-    tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    try:
+        tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    except RuntimeError as error:
+        raise ScrimpError(f"a batch of {batch} sequences of {seq} tokens is too large: {_line(error)}") from error
     return model, {"input_ids": tokens, "labels": tokens.clone()}
 
 

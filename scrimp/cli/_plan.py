@@ -14,7 +14,7 @@ from scrimp.cli._end import typed
 from scrimp.cli._files import write
 from scrimp.cli._models import check_explained, model_and_batch
 from scrimp.cli._plan_check import number_of
-from scrimp.cli._table import print_table
+from scrimp.cli._table import print_table, print_words
 from scrimp.errors import FitError, PlanWarning
 from scrimp.planner._ways import KEEP, WAYS
 from scrimp.planner.api import limit_of, plan
@@ -44,7 +44,7 @@ def make(
         )  # fmt: skip
     for each in dict.fromkeys(str(warning.message) for warning in told if issubclass(warning.category, UserWarning)):
         typer.echo(f"warning: {each}", err=True)
-    console.print(found.summary(), soft_wrap=True)
+    print_words(console, found.summary())
     console.print()
     show_choices(console, found)
     if baselines:
@@ -53,17 +53,18 @@ def make(
         console.print()
         _beside(console, found, others, limit_of(known, budget))
         for reason, names in _reasons(others).items():
-            console.print(f"{', '.join(names)}: {reason}", soft_wrap=True)
+            print_words(console, f"{', '.join(names)}: {reason}")
     if out is not None:
         write(out, found.to_json())
         console.print(f"written to {out}", soft_wrap=True)
     for name in explain:
         with console.status(f"looking for the next best of {name}"):
             words = found.explain(name).text()
-        console.print(f"\n{words}", soft_wrap=True)
+        console.print()
+        print_words(console, words)
     for text in what_if:
         console.print(f"\nwhat if {text}", style="bold", soft_wrap=True)
-        console.print(_what_if(console, found, text, seconds, gap), soft_wrap=True)
+        print_words(console, _what_if(console, found, text, seconds, gap))
 
 
 def _what_if(console: Console, found: Plan, text: str, seconds: float, gap: float) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 NARROW = 12  # columns that words need at least to go on beside the other cells
 INDENT = "    "
+_HEAD = re.compile(r"\s*(?:\S+(?: \S+)?\s{2,}|)")  # up to a second column
 _FIGURE = re.compile(r"(?:[-+\d][\d.,]*%? )?\S+")  # a word, or a figure with its unit
 
 
@@ -32,6 +33,24 @@ def print_table(
     lines = table_lines(headers, rows, console.width, right=right, pieces=pieces)
     for k, line in enumerate(lines):
         console.print(line, soft_wrap=True, style="bold" if k == 0 and any(headers) else None)
+
+
+def print_words(console: Console, text: str) -> None:
+    """Lines that a terminal would break anywhere are broken between words, and go on below where the words began. What does not
+    go to a terminal is for programs to read, and has its lines as they are."""
+    for line in text.splitlines():
+        for each in hanging(line, console.width) if console.is_terminal else [line]:
+            console.print(each, soft_wrap=True)
+
+
+def hanging(line: str, width: int) -> list[str]:
+    """A line in parts; those after the first begin below its second column, or below its first word."""
+    if len(line) <= width:
+        return [line]
+    head = _HEAD.match(line)
+    begin = head[0] if head is not None and len(head[0]) < width // 2 else ""
+    first, *more = wrapped(line[len(begin) :], width - len(begin)) or [""]
+    return [begin + first, *(" " * len(begin) + each for each in more)]
 
 
 def table_lines(

@@ -52,6 +52,11 @@ def _slower(hardware: Hardware) -> Link:
 
 
 def _inside(mesh: Mesh, axis: str, per_node: int) -> float:
+    stride, size = mesh.axis_stride(axis), mesh.axis_size(axis)
+    if per_node % (stride * size) == 0:
+        return 1.0
+    if stride % per_node == 0:
+        return 0.0
     near = 0
     for rank in range(mesh.size):
         if mesh.coordinate(rank, axis) == 0:  # once for each group along the axis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from scrimp.zoo.bert import Bert
@@ -55,3 +56,15 @@ def example_batch(name: str, batch: int = 2, step: int = 0, **overrides: object)
             return _grammar(vocab=min(_WORDS, mask)).masked(batch, chosen.seq, step, mask=mask)
         case ViTConfig() | ResNetConfig() | VGGConfig():
             return _images(classes=chosen.classes, size=chosen.image).batch(batch, step)
+
+
+def example_on_meta(name: str, batch: int, **overrides: object) -> tuple[Tensor, ...]:
+    """Shapes and dtypes of `example_batch`, of any size: nothing is allocated."""
+    chosen = config(name, **overrides)
+    sizes: list[tuple[tuple[int, ...], torch.dtype]]
+    match chosen:
+        case GPTConfig() | LlamaConfig() | MoEConfig() | BertConfig():
+            sizes = [((batch, chosen.seq), torch.int64)] * 2
+        case ViTConfig() | ResNetConfig() | VGGConfig():
+            sizes = [((batch, 3, chosen.image, chosen.image), torch.float32), ((batch,), torch.int64)]
+    return tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in sizes)
