@@ -77,7 +77,7 @@ def test_version() -> None:
 
 def test_move_shows_steps_bytes_peak_peers_and_picture() -> None:
     text = scrimp(*MOVE, "--collectives-only", "[x,y]", "[y,x]").output
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 80
     for pattern in (
         r"^\[x,y\] -> \[y,x\]  float32\[8192,8192\] on x=2,y=4 \(8 devices\): 2 steps$",
         r"source +\[x,y\] +4096 x 2048",
@@ -85,14 +85,14 @@ def test_move_shows_steps_bytes_peak_peers_and_picture() -> None:
         r"2 +permute +\[y,x\] +2048 x 4096 +32 MiB",
         r"received +48 MiB +50,331,648 B",
         r"lower bound +32 MiB +33,554,432 B",
-        r"peak +32 MiB +33,554,432 B .* 1\.00x the cap",
+        r"peak +32 MiB +33,554,432 B +the largest local array at any step:\n +1\.00x the cap",
         r"cap +32 MiB",
         r"time +[\d,.]+ us +0\.002033 s",
-        r"scrimp, collectives only +all_to_all y\.1; permute +48 MiB +1\.00x +1\.00x",
-        r"scrimp, with direct exchange +direct +32 MiB +0\.67x +1\.00x",
-        r"DTensor default +all_gather y; all_to_all x; slice y +160 MiB +3\.33x +4\.00x",
-        r"DTensor min-cost +all_gather x; all_to_all y; slice x +80 MiB +1\.67x +2\.00x",
-        r"naive gather and slice +all_gather x; .* +224 MiB +4\.67x +8\.00x",
+        r"scrimp, collectives only +48 MiB +1\.00x +1\.00x +all_to_all y\.1; permute",
+        r"scrimp, direct exchange +32 MiB +0\.67x +1\.00x +direct",
+        r"DTensor default +160 MiB +3\.33x +4\.00x +all_gather y;\n +all_to_all x; slice y",
+        r"DTensor min-cost +80 MiB +1\.67x +2\.00x +all_gather x;\n +all_to_all y; slice x",
+        r"naive gather and slice +224 MiB +4\.67x +8\.00x +all_gather x;",
         r"^source +after step 1 +after step 2$",
         r"^│ 4 │ 5 │ 6 │ 7 │",
     ):
@@ -109,12 +109,12 @@ def test_move_without_peers_and_with_partial_sums() -> None:
 
 def test_a_peer_that_refuses_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     text = scrimp("move", "--mesh", "x=2,y=4", "--shape", "100", "[y.0]", "[y.1*x]").output
-    assert re.search(r"DTensor default +no plan: layout \[y\.0\]: DTensor splits +- +- +-", text)
+    assert re.search(r"DTensor default +- +- +- +no plan: layout \[y\.0\]:\n +DTensor splits", text)
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr("scrimp.ext.dtensor_plans._private", sys.modules["scrimp.ext.dtensor_plans"]._private.__wrapped__)
     text = scrimp(*MOVE, "[x,-]", "[-,x]").output
-    assert re.search(r"DTensor min-cost +no plan: DTensor's plans are read from", text)
-    assert re.search(r"naive gather and slice +all_gather x; slice x", text)
+    assert re.search(r"DTensor min-cost +- +- +- +no plan: DTensor's plans", text)
+    assert re.search(r"naive gather and slice .* +all_gather x; slice x", text)
 
 
 def test_move_json_round_trips() -> None:
@@ -133,11 +133,11 @@ def test_move_json_round_trips() -> None:
         (("[x,-]", "x,-"), "layout 'x,-': expected one entry per dim in brackets"),
         (("[x,-]", "[-,-]+x"), "target [-,-]+x is a partial sum over ['x'], source [x,-] is not"),
         (("--dtype", "float7", "[x,-]", "[-,x]"), "dtype 'float7' is not known"),
-        (("--shape", "8192x", "[x]", "[y]"), "shape '8192x': '8192x' is not a whole number of 0 or more; give one size per dim"),
+        (("--shape", "8192x", "[x]", "[y]"), "shape '8192x': '8192x' is not a whole number of 0 or more, up to 19 digits; give"),
         (("--shape", "8,,8", "[x,-]", "[-,x]"), "shape '8,,8': '' is not a whole number"),
         (("--mesh", "x2", "[x,-]", "[-,x]"), "mesh 'x2': 'x2' is not of the form name=size"),
         (("--gb-per-s", "0", "[x,-]", "[-,x]"), "bandwidth more than 0"),
-        (("--latency-us", "nan", "[x,-]", "[-,x]"), "both must be numbers"),
+        (("--latency-us", "nan", "[x,-]", "[-,x]"), "both must be finite numbers"),
     ],
 )
 def test_wrong_input_is_one_line(args: tuple[str, ...], message: str) -> None:
@@ -255,7 +255,7 @@ def test_clusters(tmp_path: Path) -> None:
     assert "3 24GiB: 1 x 3" in scrimp("clusters", str(own)).output
     assert "kinds are A100-40" in scrimp("clusters", "8xTPU", code=2).stderr
     assert "say which" in scrimp("clusters", "--json", str(file), code=2).stderr
-    assert "cannot be written" in scrimp("clusters", "8xH100", "--json", str(tmp_path / "no" / "file"), code=2).stderr
+    assert "there is no folder" in scrimp("clusters", "8xH100", "--json", str(tmp_path / "no" / "file"), code=2).stderr
 
 
 # The probe.
@@ -270,7 +270,7 @@ def test_probe(tmp_path: Path) -> None:
     assert machine is not None
     assert all(figure in text for _, figure in machine.rows())
     wrong = scrimp("probe", "--device", "cpu", "--json", str(tmp_path / "no" / "where.json"), code=2)
-    assert "cannot be written" in wrong.stderr
+    assert "there is no folder" in wrong.stderr
     assert "neither 'cuda' nor 'cpu'" in scrimp("probe", "--device", "meta", code=2).stderr
 
 

@@ -91,7 +91,7 @@ def test_eager_attention_is_fused_attention() -> None:
         loss.backward()
     for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
-    with pytest.raises(zoo.ScrimpError, match="there are 'fused' and 'eager'"):
+    with pytest.raises(ScrimpError, match="attention cannot be 'slow': it is 'fused' or 'eager'"):
         zoo.build("gpt-tiny", attention="slow")
 
 
@@ -317,3 +317,12 @@ def test_a_row_that_is_too_long_is_refused() -> None:
     for name in (*CAUSAL, "bert-tiny"):
         with pytest.raises(ValueError, match="40 tokens in a row, but the model has positions for 32"):
             zoo.build(name)(torch.zeros(1, 40, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_batch_on_meta_has_the_shapes_of_a_real_one(name: str) -> None:
+    from scrimp.zoo._build import example_on_meta
+
+    real, bare = zoo.example_batch(name, 3), example_on_meta(name, 3)
+    assert [(each.shape, each.dtype) for each in bare] == [(each.shape, each.dtype) for each in real]
+    assert {each.device.type for each in bare} == {"meta"}

@@ -3,6 +3,9 @@
 
 def main() -> None:
     """Run the command line. Imports wait until here, so that importing the package costs nothing."""
-    from scrimp.cli._app import app
+    from scrimp.cli._end import ending
 
-    app()
+    with ending():
+        from scrimp.cli._app import app
+
+        app()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,20 +17,19 @@ from typer.core import TyperGroup
 
 from scrimp import __version__
 from scrimp.cli import _rules_app
+from scrimp.cli._end import UsageError, ending, typed
 from scrimp.errors import ScrimpError
 
-COLUMNS = 100  # where no terminal says otherwise
+COLUMNS = 80  # where no terminal says otherwise
+MOST = 2**31 - 1  # of rows, tokens, seeds
 
 
 class Commands(TyperGroup):
-    """Every error that scrimp raises on purpose ends as one line and exit code 2, never as a traceback."""
+    """No error ends as a traceback: see `_end.py`."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with ending():
             return super().invoke(ctx)
-        except ScrimpError as error:
-            console(stderr=True).print(f"error: {error}", style="red", soft_wrap=True)
-            raise typer.Exit(2) from None
 
 
 app = typer.Typer(
@@ -66,32 +66,38 @@ def root(
 ) -> None:
     r"""Train PyTorch models in the least memory a cluster allows.
 
-    Begin with
+    Exit codes: 0 done, 1 the work failed or the answer is no, 2 wrong input,
+    70 a bug in scrimp, 130 Ctrl-C. With SCRIMP_DEBUG=1 in the environment an
+    error shows its traceback.
+
+    Examples
       scrimp demo
+      scrimp plan gpt-tiny --cluster 8xA100-80 --batch 64
       scrimp move --mesh x=2,y=4 --shape 8192,8192 "\[x,y]" "\[y,x]"
     """
 
 
 @app.command()
 def move(
-    src: Annotated[str, typer.Argument(metavar="FROM", help=r'The layout the array has, such as "\[x,y]".')],
-    dst: Annotated[str, typer.Argument(metavar="TO", help=r'The layout it shall have, such as "\[y,x]".')],
+    src: Annotated[str, typer.Argument(metavar="FROM", help=r'The layout that the array has now, such as "\[x,y]".')],
+    dst: Annotated[str, typer.Argument(metavar="TO", help=r'The layout that it shall have, such as "\[y,x]".')],
     mesh: Annotated[str, typer.Option(help="The axes of the mesh and their sizes, such as x=2,y=4.")],
     shape: Annotated[str, typer.Option(help="The size of each dim, such as 8192,8192.")],
-    dtype: Annotated[str, typer.Option(help="The type of the elements, by its name in torch.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="The dtype of the elements, by its name in torch.")] = "float32",
     collectives_only: Annotated[
-        bool, typer.Option("--collectives-only", help="Leave out the direct exchange of arbitrary parts.")
+        bool, typer.Option("--collectives-only", help="Use collectives only: no direct exchange of parts.")
     ] = False,
-    no_peers: Annotated[bool, typer.Option("--no-peers", help="Do not compare with DTensor; torch is not loaded then.")] = False,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Do not compare with DTensor. Torch is not loaded then.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the program as JSON and nothing else.")] = False,
-    latency_us: Annotated[float, typer.Option(help="Microseconds a message takes.")] = 10.0,
-    gb_per_s: Annotated[float, typer.Option(help="Gigabytes a device receives in a second.")] = 25.0,
+    latency_us: Annotated[float, typer.Option(help="Latency of a message, in microseconds.")] = 10.0,
+    gb_per_s: Annotated[float, typer.Option(help="Bandwidth at which a device receives, in GB/s.")] = 25.0,
 ) -> None:
-    r"""Show how an array moves from one layout to another: the steps, bytes, peak, and a picture.
+    r"""Show how an array moves between layouts: steps, bytes, peak, a picture.
 
-    A layout names, for each dim, the mesh axes that split it, the major one
-    first. "-" is a dim that is whole; +y after the bracket is a sum over y that
-    is not taken yet. Axes that are not named hold copies.
+    A layout names, for each dim, the mesh axes that split it, the major axis
+    first. "-" marks a dim that is not split. +y after the bracket marks a sum
+    over y that is not taken yet. Along axes that are not named, devices hold
+    copies.
 
     Examples
       scrimp move --mesh x=2,y=4 --shape 8192,8192 "\[x,y]" "\[y,x]"
@@ -104,13 +110,14 @@ def move(
     from scrimp.layout import Mesh
     from scrimp.move import synthesize
 
-    if latency_us != latency_us or gb_per_s != gb_per_s:
-        raise ScrimpError(f"a link of {latency_us} us a message and {gb_per_s} GB/s: both must be numbers")
-    # Divided, not multiplied: 10 / 1e6 is the very float that the default link has, so that programs hash alike.
-    cluster = Cluster(default=Link(latency_seconds=latency_us / 1e6, bytes_per_second=gb_per_s * 1e9))
-    program = synthesize(
-        parse_shape(shape), Mesh.parse(mesh), src, dst, dtype=dtype, cluster=cluster, direct=not collectives_only
-    )
+    with typed():
+        if not (isfinite(latency_us) and isfinite(gb_per_s)):
+            raise ScrimpError(f"a link of {latency_us} us a message and {gb_per_s} GB/s: both must be finite numbers")
+        # Divided, not multiplied: 10 / 1e6 is the very float that the default link has, so that programs hash alike.
+        cluster = Cluster(default=Link(latency_seconds=latency_us / 1e6, bytes_per_second=gb_per_s * 1e9))
+        program = synthesize(
+            parse_shape(shape), Mesh.parse(mesh), src, dst, dtype=dtype, cluster=cluster, direct=not collectives_only
+        )
     if as_json:
         typer.echo(program.to_json())
     else:
@@ -119,10 +126,12 @@ def move(
 
 @app.command()
 def doctor(
-    deep: Annotated[bool, typer.Option("--deep", help="Also let two gloo processes exchange an array.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also exchange an array between two gloo processes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Say what this machine has: memory, GPUs, torch, backends, packages. It always ends with exit code 0.
+    """Report what this machine has: memory, GPUs, torch, backends, packages.
+
+    The exit code is always 0.
 
     Examples
       scrimp doctor
@@ -140,19 +149,22 @@ def doctor(
 @app.command()
 def probe(
     device: Annotated[
-        str | None, typer.Option(help="Such as cuda:1 or cpu; without it the one that an engine would take.")
+        str | None, typer.Option(help="cpu, cuda, or one GPU, such as cuda:1. Default: the one that an engine takes.")
     ] = None,
-    disk: Annotated[Path | None, typer.Option(help="A folder whose disk is measured too.")] = None,
+    disk: Annotated[Path | None, typer.Option(help="Also measure the disk of this folder.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the cluster to this file, as JSON.")] = None,
 ) -> None:
-    """Measure this machine: compute, copies one way and both, the host's update. Three seconds with a GPU, one without.
+    """Measure this machine: compute, copies, and the update on the host.
 
-    These are the figures that engine.bound() holds a step against; scrimp.Cluster.probe()
-    returns them in Python, and scrimp.Cluster.from_json reads the file.
+    It takes three seconds with a GPU, one without.
+
+    engine.bound() compares a step with these figures. In Python,
+    scrimp.Cluster.probe() returns them, and scrimp.Cluster.from_json reads the
+    file.
 
     Examples
       scrimp probe
-      scrimp probe --disk /data --json machine.json
+      scrimp probe --disk . --json machine.json
     """
     from scrimp.cli import _probe
 
@@ -162,60 +174,88 @@ def probe(
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A model of the zoo, a folder with a config.json, or module:function.")],
-    cluster: Annotated[str, typer.Option(help="Such as 8xH100 (see scrimp clusters), or a cluster.toml.")],
-    mesh: Annotated[str | None, typer.Option(help="Axes and sizes, such as dp=4,tp=8; searched if not given.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Of a device, such as 40GiB; all it has if not given.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences or images in a step, of all devices together.", min=1)] = 32,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence, for a config.json; the zoo has its own.", min=1)] = 2048,
-    objective: Annotated[str, typer.Option(help="memory, time or redundancy: what is to be least.")] = "memory",
+    cluster: Annotated[
+        str, typer.Option(help="A preset, such as 8xH100 (see scrimp clusters), or a file, such as cluster.toml.")
+    ],
+    mesh: Annotated[
+        str | None, typer.Option(help="Axes and their sizes, such as dp=4,tp=8. Default: the best that the search finds.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Memory of a device that may be used, such as 40GiB. Default: all of it.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences or images in a step, over all devices. Default: 32.", min=1, max=MOST)
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence, for a config.json. Default: 2048.", min=1, max=MOST)
+    ] = None,
+    objective: Annotated[str, typer.Option(help="What to minimise: memory, time or redundancy.")] = "memory",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
-    precision: Annotated[str, typer.Option(help="bf16, fp32, or megatron-bf16, which counts 18 bytes a parameter.")] = "bf16",
-    keep: Annotated[bool, typer.Option("--keep", help="Keep all activations: recompute nothing, offload nothing.")] = False,
+    precision: Annotated[str, typer.Option(help="bf16, fp32, or megatron-bf16 (18 bytes a parameter).")] = "bf16",
+    keep: Annotated[bool, typer.Option("--keep", help="Keep all activations: no recomputation, no offload.")] = False,
     stages: Annotated[str, typer.Option(help="Pipeline stages: a number, or auto.")] = "1",
-    micro_batches: Annotated[str, typer.Option(help="Equal parts of the batch, one after the other: a number, or auto.")] = "1",
-    interleave: Annotated[int, typer.Option(help="Pieces of the model a stage.", min=1)] = 1,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of the model, such as layers=32.")] = None,
-    seconds: Annotated[float, typer.Option(help="For the search, at most.", min=1)] = 60.0,
-    gap: Annotated[float, typer.Option(help="Good enough: so much above the best at most.", min=0, max=0.99)] = 0.01,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file, as JSON.")] = None,
-    baselines: Annotated[bool, typer.Option("--baselines", help="Show known parallelisms beside the plan.")] = False,
+    micro_batches: Annotated[
+        str, typer.Option(help="Equal parts of the batch that run one after the other: a number, or auto.")
+    ] = "1",
+    interleave: Annotated[int, typer.Option(help="Pieces of the model on each stage.", min=1)] = 1,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the model, such as layers=32. May be repeated.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time limit of the search, in seconds.", min=1)] = 60.0,
+    gap: Annotated[float, typer.Option(help="Optimality gap at which the search stops.", min=0, max=0.99)] = 0.01,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the plan to this file, as JSON.")] = None,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Compare with known parallelisms (DDP, ZeRO, tensor parallelism).")
+    ] = False,
     explain: Annotated[
         list[str] | None,
-        typer.Option("--explain", metavar="NAME", help="Of a weight, module or layer: why it is as it is. More than once."),
+        typer.Option("--explain", metavar="NAME", help="Explain the choice for a weight, module or layer. May be repeated."),
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option("--what-if", metavar="CHANGE", help="Such as +2GiB, 24GiB, '-1 node', 16xH100. More than once."),
+        typer.Option(
+            "--what-if", metavar="CHANGE", help="Plan again after a change: +2GiB, 24GiB, '-1 node', 16xH100. May be repeated."
+        ),
     ] = None,
 ) -> None:
-    """Choose the sharding of every operator that takes the least memory, then the least time. No GPU is needed.
+    """Choose how to shard every operator for the least memory, then time.
 
-    The model is only looked at, never built: 175 billion parameters plan on a laptop.
+    No GPU is needed, and no weight is allocated: a laptop can plan a model of
+    175 billion parameters. Exit code 1 if no plan fits.
 
     Examples
       scrimp plan gpt-tiny --cluster 8xA100-80 --batch 64
-      scrimp plan gpt-tiny --set layers=32 --set dim=4096 --set heads=32 --cluster 32xA100-80 --mesh dp=4,tp=8
-      scrimp plan gpt-6b7 --cluster 32xA100-80 --batch 64 --stages 4 --micro-batches 8 --interleave 2
-      scrimp plan llama-tiny --cluster 2x24GiB --objective time --budget 20GiB --out plan.json
-      scrimp plan gpt-tiny --cluster 4xCPU --mesh x=4 --explain blocks.0.mlp.up.weight
-      scrimp plan gpt-tiny --cluster 16xA100-80 --batch 64 --what-if "+10MiB" --what-if "-1 node"
+      scrimp plan gpt-tiny --set layers=4 --cluster 8xA100-80 --mesh dp=2,tp=4
+      scrimp plan gpt-tiny --cluster 8xA100-80 --stages 2 --micro-batches 4
+      scrimp plan llama-tiny --cluster 2x24GiB --objective time --out plan.json
+      scrimp plan gpt-tiny --cluster 4xCPU --mesh x=4 --explain blocks.0.mlp.up
+      scrimp plan gpt-tiny --cluster 16xA100-80 --mesh x=16 --what-if "-1 node"
+      scrimp plan gpt-6b7 --cluster 32xA100-80 --batch 64 --baselines
     """
-    from scrimp.cli import _plan
+    from scrimp.cli import _plan_check
+
+    with typed():
+        _plan_check.check(
+            model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch, seq=seq, objective=objective,
+            optimizer=optimizer, precision=precision, stages=stages, micro_batches=micro_batches, interleave=interleave,
+            settings=settings or [], seconds=seconds, gap=gap, out=out, explain=explain or [], what_if=what_if or [],
+        )  # fmt: skip
+    from scrimp.cli import _plan  # loads torch
 
     _plan.make(
-        console(), model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch, seq=seq, objective=objective,
-        optimizer=optimizer, precision=precision, keep=keep, stages=stages, micro_batches=micro_batches, interleave=interleave,
-        settings=settings or [], seconds=seconds, gap=gap, out=out, baselines=baselines, explain=explain or [],
-        what_if=what_if or [],
+        console(), model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch or _plan_check.BATCH,
+        seq=seq or _plan_check.SEQ, objective=objective, optimizer=optimizer, precision=precision, keep=keep, stages=stages,
+        micro_batches=micro_batches, interleave=interleave, settings=settings or [], seconds=seconds, gap=gap, out=out,
+        baselines=baselines, explain=explain or [], what_if=what_if or [],
     )  # fmt: skip
 
 
 @app.command()
 def diff(
     one: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, as scrimp plan --out writes it.")],
-    other: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    other: Annotated[Path, typer.Argument(metavar="B.json", help="Another plan.")],
 ) -> None:
-    """Compare two plans: what they take, and layer by layer what they chose.
+    """Compare two plans: memory, time, and the choices for each layer.
 
     Examples
       scrimp plan gpt-tiny --cluster 8xA100-80 --mesh x=8 --out A.json
@@ -230,18 +270,23 @@ def diff(
 @app.command()
 def clusters(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME or FILE]", help="Such as 16xH100, or a cluster.toml; without it all kinds.")
+        str | None,
+        typer.Argument(
+            metavar="NAME|FILE", help="A preset, such as 16xH100, or a file, such as cluster.toml. Default: list the kinds."
+        ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the cluster to this file, as JSON.")] = None,
 ) -> None:
-    """List the kinds of devices that plans can be made for; or show one cluster, its links and its meshes. No GPU is needed.
+    """List the kinds of devices that scrimp knows, or show one cluster.
 
-    Figures are the makers' own; docs/clusters.md says how to write a file with others.
+    A cluster is shown with its devices, links and meshes. The figures are those
+    that vendors publish. docs/clusters.md says how to write a file with other
+    figures. No GPU is needed.
 
     Examples
       scrimp clusters
       scrimp clusters 16xH100
-      scrimp clusters cluster.toml --json cluster.json
+      scrimp clusters 2x24GiB --json cluster.json
     """
     from scrimp.cli import _clusters
 
@@ -250,19 +295,23 @@ def clusters(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Steps of the training run, 10 or more.", min=10)] = 80,
-    seed: Annotated[int, typer.Option(help="Chooses the grammar of the text and the first weights.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the closing table and nothing else.")] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of the training run, 10 or more. Default: 80.", min=10, max=100_000)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the text and of the initial weights. Default: 0.", min=0, max=MOST)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the closing table.")] = False,
     moves: Annotated[
-        bool, typer.Option("--moves", help="Instead: move arrays between layouts on 8 processes, beside DTensor.")
+        bool, typer.Option("--moves", help="Instead, move arrays between layouts on 8 processes, compared with DTensor.")
     ] = False,
 ) -> None:
-    """Train a small GPT within a third of the memory that plain PyTorch takes; kill it; resume it. About a minute.
+    """Train a small GPT in a third of plain PyTorch's memory, kill it, resume it.
 
-    Two processes of this machine train within a device budget (kept on CPU memory,
-    no GPU is needed), are killed, and the run goes on from its checkpoint on one
-    process with a smaller budget. Exit code 1 if the budget was not kept or a loss
-    after the resume is not the one before.
+    It takes about a minute. Two processes train within a budget on CPU memory;
+    no GPU is needed. They are killed, and one process resumes from the
+    checkpoint with a smaller budget. Exit code 1 if the peak was above the
+    budget, or if a loss after the resume differs from the one before.
 
     Examples
       scrimp demo
@@ -271,11 +320,14 @@ def demo(
       scrimp demo --moves
     """
     if moves:
+        for name, given in (("--steps", steps), ("--seed", seed), ("--quiet", quiet or None)):
+            if given is not None:
+                raise UsageError(f"{name} has no effect with --moves: leave out one of them")
         from scrimp.cli._demo_moves import moves as tour_of_moves
 
         tour_of_moves(console())
         return
     from scrimp.cli import _demo
 
-    if _demo.demo(console(), steps=steps, seed=seed, quiet=quiet):
+    if _demo.demo(console(), steps=steps or _demo.FULL.steps, seed=seed or 0, quiet=quiet):
         raise typer.Exit(1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
+from scrimp.cli._end import UsageError, typed
+from scrimp.cli._files import check_writable, write
+from scrimp.cli._table import print_table
 from scrimp.cluster import Cluster, Hardware, Link
 from scrimp.cluster._presets import KINDS, hardware
 from scrimp.errors import ScrimpError
@@ -19,43 +20,43 @@ if TYPE_CHECKING:
 def show(console: Console, *, name: str | None, json_file: Path | None) -> None:
     if name is None:
         if json_file is not None:
-            raise ScrimpError("--json writes one cluster: say which, such as scrimp clusters 8xH100 --json cluster.json")
+            raise UsageError("--json writes one cluster: say which, such as scrimp clusters 8xH100 --json cluster.json")
         _kinds(console)
         return
-    cluster = Cluster.load(Path(name)) if name.endswith(".toml") else Cluster.preset(name)
+    with typed():
+        check_writable("--json", json_file)
+        cluster = cluster_of(name)
     _one(console, cluster)
     if json_file is not None:
-        try:
-            json_file.write_text(cluster.to_json() + "\n")
-        except OSError as error:
-            raise ScrimpError(f"{json_file} cannot be written: {error.strerror}") from error
+        write(json_file, cluster.to_json() + "\n")
+
+
+def cluster_of(text: str) -> Cluster:
+    """A file by its ending, or else a preset."""
+    return Cluster.load(Path(text)) if text.endswith((".toml", ".json")) else Cluster.preset(text)
 
 
 def _kinds(console: Console) -> None:
-    table = Table(box=None, pad_edge=False)
-    for title in ("kind", "memory", "bf16 TFLOP/s", "memory GB/s", "host GB/s", "inside GB/s", "between GB/s"):
-        table.add_column(title, justify="left" if title == "kind" else "right")
+    headers = ("kind", "memory", "bf16 TFLOP/s", "memory GB/s", "host GB/s", "inside GB/s", "between GB/s")
+    rows = []
     for kind in KINDS:
         one = hardware(kind, 1)
         rates = (one.device_memory, one.host_link, one.inside.bytes_per_second, one.between.bytes_per_second)
         figures = [f"{rate / 1e9:.4g}" for rate in rates]
-        table.add_row(kind, format_nbytes(one.device_memory_nbytes), f"{one.bf16_flops / 1e12:.4g}", *figures)
-    console.print(table)
+        rows.append((kind, format_nbytes(one.device_memory_nbytes), f"{one.bf16_flops / 1e12:.4g}", *figures))
+    print_table(console, headers, rows, right=headers[1:])
     console.print("\nWrite <count>x<kind>, such as 16xH100. Peaks per device and direction, as published; nodes of eight.")
 
 
 def _one(console: Console, cluster: Cluster) -> None:
     built = cluster.hardware
-    assert built is not None
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for title, figure in _rows(built):
-        table.add_row(title, figure)
+    if built is None:
+        raise ScrimpError("this cluster says nothing of its devices, so there is nothing to show")
+    rows = _rows(built)
     for mesh in cluster.meshes():
         links = [f"{axis} {_where(each.inside)}" for axis, each in cluster.axis_links(mesh).items()]
-        table.add_row(f"mesh {mesh}", ", ".join(links))
-    console.print(table)
+        rows.append((f"mesh {mesh}", ", ".join(links)))
+    print_table(console, ("", ""), rows, pieces="")
 
 
 def _rows(built: Hardware) -> list[tuple[str, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scrimp.cli._end import typed
+from scrimp.cli._table import print_words
 from scrimp.errors import ScrimpError
 from scrimp.planner._plan import Plan
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def compare(console: Console, one: Path, other: Path) -> None:
-    console.print(_load(one).diff(_load(other)).text(), soft_wrap=True)
+    with typed():
+        plans = _load(one), _load(other)
+    print_words(console, plans[0].diff(plans[1]).text())
 
 
 def _load(path: Path) -> Plan:

@@ -20,10 +20,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 import scrimp
 from scrimp.cli._picture import nbytes_text
+from scrimp.cli._table import print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,12 +64,7 @@ def _try(name: str, probe: Callable[[], Finding]) -> Row:
 
 
 def show(console: Console, rows: list[Row]) -> None:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(row.name, row.text, style="red" if row.failed else None)
-    console.print(table)
+    print_table(console, ("", ""), [(row.name, row.text) for row in rows], pieces="")
 
 
 def to_json(rows: list[Row]) -> str:

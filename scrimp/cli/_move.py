@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from scrimp.cli._picture import nbytes_text, picture
+from scrimp.cli._table import print_table, wrapped
 from scrimp.cluster import Cluster
 from scrimp.errors import LayoutError
 from scrimp.ext.dtensor_plans import PeerPlan, dtensor_plan, naive_plan
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
 
 WIDEST = 100
 REASON_COLUMNS = 90
+DIGITS = 19  # of 2 ** 63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +36,9 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """`"8192,8192"` -> `(8192, 8192)`; nothing is the shape of a scalar."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     for part in parts:
-        if not (part.isascii() and part.isdigit()):
+        if not (part.isascii() and part.isdigit() and len(part) <= DIGITS):
             raise LayoutError(
-                f"shape '{text}': '{part}' is not a whole number of 0 or more; "
+                f"shape '{shorten(text, 60)}': '{shorten(part, 40)}' is not a whole number of 0 or more, up to {DIGITS} digits; "
                 "give one size per dim, joined by commas (example: 8192,8192)"
             )
     return tuple(map(int, parts))
@@ -48,56 +47,47 @@ def parse_shape(text: str) -> tuple[int, ...]:
 def show(console: Console, program: Program, cluster: Cluster, *, peers: bool) -> None:
     count = len(program.steps)
     shape = ",".join(map(str, program.shape)) or "scalar"
-    console.print(
+    title = (
         f"{program.src} -> {program.dst}  {program.dtype}[{shape}] on {str(program.mesh) or 'no axes'} "
-        f"({program.mesh.size} device{'s' * (program.mesh.size != 1)}): {count} step{'s' * (count != 1)}",
-        style="bold",
+        f"({program.mesh.size} device{'s' * (program.mesh.size != 1)}): {count} step{'s' * (count != 1)}"
     )
-    console.print(steps_table(program))
-    console.print(totals_table(program))
+    for line in [title] if len(title) <= console.width else wrapped(title, console.width):
+        console.print(line, style="bold", soft_wrap=True)
+    console.print()
+    show_steps(console, program)
+    console.print()
+    show_totals(console, program)
     console.print()
     rows = contenders(program, cluster) if peers else scrimp_contenders(program, cluster)
-    console.print(comparison_table(program, rows))
+    show_comparison(console, program, rows)
     if peers and program.dtype != "float32":
         console.print("DTensor's plans are those for float32, counted in this dtype")
     console.print()
     console.print(picture(program, min(console.width, WIDEST)), soft_wrap=True)
 
 
-def steps_table(program: Program) -> Table:
-    table = _plain_table()
-    for header, justify in (
-        ("#", "right"),
-        ("operation", "left"),
-        ("layout after", "left"),
-        ("tile on rank 0", "left"),
-        ("received", "right"),
-        ("us", "right"),
-    ):
-        table.add_column(header, justify=justify)  # type: ignore[arg-type]
-    table.add_row("", "source", str(program.src), _tile_text(program.src.local_shape(program.shape, program.mesh)), "", "")
+def show_steps(console: Console, program: Program) -> None:
+    headers = ("step", "layout after", "tile on rank 0", "received", "us")
+    rows = [("  source", str(program.src), _tile_text(program.src.local_shape(program.shape, program.mesh)), "", "")]
     for number, step in enumerate(program.steps, start=1):
         padded = program.padded if number < len(program.steps) else program.shape
-        table.add_row(
-            str(number),
-            step.describe(program.mesh),
-            str(step.after.merge(program.mesh)),
-            _tile_text(step.after.local_shape(program.shape, program.mesh, 0, padded)),
-            nbytes_text(step.received_numel * program.itemsize),
-            f"{step.seconds * 1e6:,.1f}",
+        rows.append(
+            (
+                f"{number} {step.describe(program.mesh)}",
+                str(step.after.merge(program.mesh)),
+                _tile_text(step.after.local_shape(program.shape, program.mesh, 0, padded)),
+                nbytes_text(step.received_numel * program.itemsize),
+                f"{step.seconds * 1e6:,.1f}",
+            )
         )
-    return table
+    print_table(console, headers, rows, right=headers[3:])
 
 
-def totals_table(program: Program) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    for _ in range(2):
-        table.add_column(justify="right", no_wrap=True)
-    table.add_column()
+def show_totals(console: Console, program: Program) -> None:
+    rows: list[tuple[str, ...]] = []
 
     def row(name: str, nbytes: int, words: str) -> None:
-        table.add_row(name, nbytes_text(nbytes), f"{nbytes:,} B", words)
+        rows.append((name, nbytes_text(nbytes), f"{nbytes:,} B", words))
 
     peak, cap = (numel * program.itemsize for numel in (program.peak_numel, program.cap_numel))
     row("received", program.received_nbytes, "by the busiest device, over all steps")
@@ -106,13 +96,13 @@ def totals_table(program: Program) -> Table:
         row("lower bound", bound, "some device cannot do with less, whatever the program")
     row("peak", peak, f"the largest local array at any step: {_ratio(peak, cap)} the cap")
     row("cap", cap, "the larger of source and target tile")
-    table.add_row("time", f"{program.seconds * 1e6:,.1f} us", f"{program.seconds:.6f} s", "by the model of the links")
-    return table
+    rows.append(("time", f"{program.seconds * 1e6:,.1f} us", f"{program.seconds:.6f} s", "by the model of the links"))
+    print_table(console, ("total", "", " ", "what it is"), rows, right=("", " "), pieces="")
 
 
 def scrimp_contenders(program: Program, cluster: Cluster) -> list[Contender]:
     rows = []
-    for name, direct in (("scrimp, collectives only", False), ("scrimp, with direct exchange", True)):
+    for name, direct in (("scrimp, collectives only", False), ("scrimp, direct exchange", True)):
         other = synthesize(
             program.shape, program.mesh, program.src, program.dst, dtype=program.dtype, cluster=cluster, direct=direct
         )
@@ -152,36 +142,24 @@ def _peer(name: str, plan: Callable[[], PeerPlan], itemsize: int) -> Contender:
     )
 
 
-def comparison_table(program: Program, rows: list[Contender]) -> Table:
-    table = _plain_table(caption="x: bytes received, over those of the program above", caption_justify="left")
-    table.add_column("compared", no_wrap=True)
-    table.add_column("steps")
-    for header in ("received", "x", "peak / cap"):
-        table.add_column(header, justify="right", no_wrap=True)
+def show_comparison(console: Console, program: Program, rows: list[Contender]) -> None:
+    headers = ("compared", "received", "x", "peak / cap", "steps")
+    lines = []
     for row in rows:
-        if row.received_nbytes is None:
-            table.add_row(row.name, row.steps, "-", "-", "-")
-            continue
-        table.add_row(
-            row.name,
-            row.steps,
-            nbytes_text(row.received_nbytes),
-            _ratio(row.received_nbytes, program.received_nbytes),
-            _ratio(row.peak_numel, program.cap_numel),
-        )
-    return table
-
-
-def _plain_table(**options: Any) -> Table:
-    return Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, **options)
+        figures = ["-", "-", "-"]
+        if row.received_nbytes is not None:
+            figures = [
+                nbytes_text(row.received_nbytes),
+                _ratio(row.received_nbytes, program.received_nbytes),
+                _ratio(row.peak_numel, program.cap_numel),
+            ]
+        lines.append((row.name, *figures, row.steps))
+    print_table(console, headers, lines, right=headers[1:-1], pieces=";")
+    console.print("x: bytes received, over those of the program above")
 
 
 def _tile_text(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
-
-
-def _exact(nbytes: int) -> str:
-    return nbytes_text(nbytes) if nbytes < 1024 else f"{nbytes_text(nbytes)} ({nbytes:,} B)"
 
 
 def _ratio(number: float, over: float) -> str:

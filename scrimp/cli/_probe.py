@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
+from scrimp.cli._end import typed
+from scrimp.cli._files import check_writable, write
+from scrimp.cli._table import print_table
 from scrimp.cluster import Cluster
 from scrimp.errors import ScrimpError
 
@@ -14,17 +17,27 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+
+
 def show(console: Console, *, device: str | None, disk: Path | None, json_file: Path | None) -> None:
+    with typed():
+        _check(device, disk, json_file)
     cluster = Cluster.probe(device, disk)
     assert cluster.machine is not None
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, figure in cluster.machine.rows():
-        table.add_row(name, figure)
-    console.print(table)
+    print_table(console, ("", ""), [*cluster.machine.rows()], pieces="")
     if json_file is not None:
-        try:
-            json_file.write_text(cluster.to_json() + "\n")
-        except OSError as error:
-            raise ScrimpError(f"{json_file} cannot be written: {error.strerror}") from error
+        write(json_file, cluster.to_json() + "\n")
+
+
+def _check(device: str | None, disk: Path | None, json_file: Path | None) -> None:
+    """Before torch is loaded and anything is measured."""
+    if device is not None and not _DEVICE.fullmatch(device):
+        raise ScrimpError(
+            f"--device {device}: it is neither 'cuda' nor 'cpu'; write cpu, cuda, or a GPU by its number, such as cuda:1"
+        )
+    if disk is not None and not disk.is_dir():
+        raise ScrimpError(f"--disk {disk}: there is no such folder; give one on the disk that is to be measured")
+    if disk is not None and not os.access(disk, os.W_OK):
+        raise ScrimpError(f"--disk {disk}: files cannot be written there; give a folder in which they can")
+    check_writable("--json", json_file)

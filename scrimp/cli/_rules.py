@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.columns import Columns
 
 from scrimp.capture._graph import Op, Value
-from scrimp.cli._set import pairs
-from scrimp.errors import ScrimpError
+from scrimp.cli._end import UsageError, typed
+from scrimp.cli._rules_read import check_modules, literals_of, shapes_of
 from scrimp.rules import discover, known_targets, rule_of
 from scrimp.rules._call import bind
-from scrimp.rules._calls import Example, Shape, example, grown, target_of
+from scrimp.rules._calls import Example, example, grown, target_of
 from scrimp.rules._discover import Tie
 from scrimp.rules._prove import Proof, prove, refuses
 from scrimp.rules._rule import Rule
@@ -25,7 +24,6 @@ from scrimp.rules._text import literal, written
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHAPE = re.compile(r"(scalar|[0-9]+(?:x[0-9]+)*)(?::([a-z0-9]+))?")
 _LARGER = 3
 
 
@@ -44,7 +42,7 @@ def check(console: Console, name: str, shapes: str | None, settings: Sequence[st
     op, values = _asked(name, shapes, settings, load)
     rule = rule_of(op, values)
     if rule is None:
-        raise ScrimpError(
+        raise UsageError(
             f"{op.target} has no rule for {_call(op, values)}; scrimp rules discover {op.target} may find one, scrimp rules "
             "lists those that have"
         )
@@ -53,7 +51,7 @@ def check(console: Console, name: str, shapes: str | None, settings: Sequence[st
     try:
         proof = prove(op, values, rule)
     except Exception as error:  # of as many kinds as there are operators: the whole does not run
-        raise ScrimpError(f"{op.target} cannot be tried on random numbers: {str(error).partition(chr(10))[0]}") from error
+        raise UsageError(f"{op.target} cannot be tried on random numbers: {str(error).partition(chr(10))[0]}") from error
     for fault in proof.faults:
         console.print(f"wrong: {fault}", style="red", soft_wrap=True)
     console.print(f"{'wrong' if proof.faults else 'right'} {_surety(proof)}", soft_wrap=True)
@@ -100,7 +98,7 @@ def _how_sure(made: Example, line: str) -> list[str]:
             continue
         call = bind(*each)
         rule = None if call is None else written(text)(call)
-        if rule is None:
+        if call is None or rule is None or (len(rule.inputs), len(rule.outputs)) != (len(call.shapes), len(call.made)):
             said.append(f"{words}: the rule is not for them")
             continue
         proof = prove(*each, rule, seeds=(0, 1, 2))
@@ -115,52 +113,28 @@ def _surety(proof: Proof) -> str:
 
 
 def _asked(name: str, shapes: str | None, settings: Sequence[str], load: Sequence[str]) -> Example:
+    check_modules(load)
     for module in load:
         sys.path.insert(0, "")
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ScrimpError(f"--load {module}: {error}") from error
+            raise UsageError(f"--load {module}: {error}") from error
+        except Exception as error:  # a module may raise what it likes
+            raise UsageError(f"--load {module}: {type(error).__name__}: {error}") from error
+        except SystemExit as error:
+            raise UsageError(f"--load {module}: it ends the process by sys.exit({error.code!r}) when imported") from error
         finally:
             sys.path.remove("")
-    return example(target_of(name), _shapes(shapes), _literals(settings))
-
-
-def _shapes(text: str | None) -> list[Shape]:
-    found: list[Shape] = []
-    for part in (text or "").split(",") if text else []:
-        match = _SHAPE.fullmatch(part.strip())
-        if match is None:
-            raise ScrimpError(f"--shapes {text}: '{part}' is no shape; write 4x6,6x8, with a dtype 4x3:int64, or scalar")
-        sizes = () if match[1] == "scalar" else tuple(map(int, match[1].split("x")))
-        found.append((sizes, _dtype(match[2], text or "")))
-    return found
-
-
-def _dtype(name: str | None, text: str) -> str:
-    import torch
-
-    if name is not None and not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ScrimpError(f"--shapes {text}: torch has no dtype '{name}'")
-    return name or ""
-
-
-def _literals(settings: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs(settings, "dim=1"):
-        try:
-            read = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            read = value
-        found[name] = tuple(read) if isinstance(read, list) else read
-    return found
+    with typed():
+        return example(target_of(name), shapes_of(shapes), literals_of(settings))
 
 
 def _can_be_tried(op: Op, values: dict[str, Value]) -> None:
     """It must run on random numbers, and give the same again."""
     trouble = refuses(op, values)
     if trouble is not None:
-        raise ScrimpError(f"{op.target} cannot be tried on random numbers: {trouble}")
+        raise UsageError(f"{op.target} cannot be tried on random numbers: {trouble}")
 
 
 def _call(op: Op, values: dict[str, Value]) -> str:

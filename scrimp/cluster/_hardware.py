@@ -15,6 +15,9 @@ from scrimp.errors import ScrimpError
 HALF = ("bfloat16", "float16", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")  # at the rate of bf16; all others at fp32's
 
 
+MOST_DEVICES = 2**20
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shares:
     """Of the published rates: large matrix products, passes over device memory, collectives."""
@@ -54,6 +57,11 @@ class Hardware:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ScrimpError(f"hardware with {name}={value!r}: it is a whole number of 1 or more")
+        if self.devices > MOST_DEVICES:
+            raise ScrimpError(
+                f"hardware with {self.nodes:,} nodes of {self.devices_per_node:,} devices: there may be at most {MOST_DEVICES:,} "
+                "devices in all"
+            )
         for name in ("bf16_flops", "fp32_flops", "device_memory", "host_link"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ScrimpError(f"hardware with {name}={getattr(self, name)!r}: rates are more than 0")

@@ -6,6 +6,7 @@ are s ranks apart lies inside of nodes exactly when s * n divides k, and has one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,11 +52,16 @@ def _slower(hardware: Hardware) -> Link:
 
 
 def _inside(mesh: Mesh, axis: str, per_node: int) -> float:
+    stride, size = mesh.axis_stride(axis), mesh.axis_size(axis)
+    if per_node % (stride * size) == 0:
+        return 1.0
+    if stride % per_node == 0:
+        return 0.0
     near = 0
     for rank in range(mesh.size):
         if mesh.coordinate(rank, axis) == 0:  # once for each group along the axis
-            nodes = [member // per_node for member in mesh.group(rank, [axis])]
-            near += sum(nodes.count(node) - 1 for node in nodes)
+            nodes = Counter(member // per_node for member in mesh.group(rank, [axis]))
+            near += sum(count * (count - 1) for count in nodes.values())
     return near / (mesh.size * (mesh.axis_size(axis) - 1))
 
 

@@ -107,7 +107,7 @@ KINDS = {
     ),
 }
 
-_NAME = re.compile(r"([0-9]+)x(.+)")
+_NAME = re.compile(r"([0-9]{1,9})x(.+)")
 
 
 def preset(name: str) -> Hardware:

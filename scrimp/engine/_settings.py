@@ -62,7 +62,10 @@ def check_exchange(exchange: Dense | Sparse | None, optimizer: Optimizer, precis
 
 def pick_device(asked: str | torch.device | None) -> torch.device:
     """The one asked for; else this rank's GPU, where there are any; else the CPU."""
-    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise RunError(f"device {str(asked)!r} is neither 'cuda' nor 'cpu', nor one GPU, such as 'cuda:1'") from error
     if device.type == "cpu":
         return device
     if device.type != "cuda":
@@ -71,6 +74,8 @@ def pick_device(asked: str | torch.device | None) -> torch.device:
         raise RunError(
             f"device {str(device)!r} was asked for, and torch {torch.__version__} finds no CUDA device; `scrimp doctor` says more"
         )
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise RunError(f"device {str(device)!r} was asked for, and there are {torch.cuda.device_count()} GPUs, from 'cuda:0' on")
     if device.index is None:
         local = int(os.environ.get("LOCAL_RANK", -1))
         device = torch.device("cuda", local if 0 <= local < torch.cuda.device_count() else torch.cuda.current_device())

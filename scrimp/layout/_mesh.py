@@ -43,8 +43,12 @@ class Mesh:
         pairs: list[tuple[str, int]] = []
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, equals, size = part.partition("=")
-            if not equals or not size.strip().isdigit():
-                raise LayoutError(f"mesh '{text}': '{part}' is not of the form name=size (example: x=2,y=4)")
+            size = size.strip()
+            if not equals or not (size.isascii() and size.isdigit() and len(size) < 10):
+                raise LayoutError(
+                    f"mesh '{text[:80]}': '{part[:40]}' is not of the form name=size, with a size of at most 9 digits "
+                    "(example: x=2,y=4)"
+                )
             pairs.append((name.strip(), int(size)))
         return cls(pairs)
 

@@ -24,7 +24,10 @@ def parse_nbytes(size: int | str) -> int:
     match = _SIZE.fullmatch(size)
     if match is None or match[2].lower() not in _UNITS:
         raise ScrimpError(f"'{size}' is not a size; write a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    nbytes = float(match[1]) * _UNITS[match[2].lower()]
+    if nbytes >= 2**63:
+        raise ScrimpError(f"'{size[:40]}' is too large for a size: it is below 2 ** 63 bytes")
+    return int(nbytes)
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import prod
 
 from scrimp.cluster import Cluster
 from scrimp.errors import LayoutError, MoveError
@@ -26,6 +27,7 @@ from scrimp.move._steps import all_reduce_step, fused, priced, steps_of
 from scrimp.move._tiles import missing_numel, tiles
 
 _DEFAULT = Cluster()
+MOST_DEVICES = 2**20
 
 
 def synthesize(
@@ -53,6 +55,8 @@ def _synthesize(
     _validate(shape, mesh, src, dst, dtype)
     start, end = src.split(mesh), dst.split(mesh)
     padded = padding(shape, mesh, src, dst)
+    for sizes in (shape, padded or shape):
+        _countable(sizes, mesh, dtype)
 
     def program(steps: tuple[Step, ...], padded: tuple[int, ...]) -> Program:
         steps = priced(steps, shape, padded, mesh, cluster, ITEMSIZE[dtype])
@@ -153,6 +157,18 @@ def _validate(shape: tuple[int, ...], mesh: Mesh, src: Layout, dst: Layout, dtyp
         )
     if start.partial != end.partial and dtype not in SUMMABLE:
         raise MoveError(f"{src} -> {dst} must add {dtype} values, which loses them; cast to a wider dtype first")
+
+
+def _countable(shape: tuple[int, ...], mesh: Mesh, dtype: str) -> None:
+    """Tiles are counted in 64 bits, one entry per rank."""
+    if mesh.size > MOST_DEVICES:
+        raise MoveError(f"mesh {mesh} has {mesh.size:,} devices; a move is planned for at most {MOST_DEVICES:,}")
+    nbytes = prod(shape) * ITEMSIZE[dtype]
+    if max(nbytes, *shape, 0) >= 2**63:
+        raise MoveError(
+            f"an array of the shape {','.join(map(str, shape))} in {dtype} has {nbytes:,} bytes; a move is planned for less than "
+            f"2 ** 63 = {2**63:,}: give a smaller shape"
+        )
 
 
 def lower_bound_numel(shape: Sequence[int], mesh: Mesh, src: Layout | str, dst: Layout | str) -> int:

@@ -43,6 +43,7 @@ def layers_of(assembly: Assembly, solution: Solution) -> Iterator[PlannedLayers]
     for k, part in enumerate(assembly.parts):
         yield PlannedLayers(
             path=assembly.graph.layers[part.first].path,
+            last=assembly.graph.layers[part.last].path,
             first=part.first,
             count=part.count,
             ops=tuple(_ops(assembly, solution, k, part)),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scrimp.errors import PlanError, check_format
+from scrimp.errors import LayoutError, PlanError, check_format
 from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes
 
@@ -96,13 +96,14 @@ class PlannedWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayers:
-    """`count` alike layers from `first` on."""
+    """`count` alike layers from `first` on, which is at `path`; `last`: the path of the last of them, where it is known."""
 
     path: str
     first: int
     count: int
     ops: tuple[PlannedOp, ...]
     weights: tuple[PlannedWeight, ...]
+    last: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +234,21 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         try:
-            data: dict[str, Any] = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise PlanError(f"this is no plan as scrimp writes it: {error}") from error
+        if not isinstance(data, dict):
+            raise PlanError(f"this is no plan as scrimp writes it: it holds a {type(data).__name__}, not an object")
         check_format(data, FORMAT, VERSION, PlanError)
+        try:
+            made = cls._of_data(data)
+            made.summary()  # what a wrong type would break
+        except (KeyError, TypeError, ValueError, AttributeError, LayoutError) as error:
+            raise PlanError(f"this is no plan as scrimp writes it: {type(error).__name__}: {error}") from error
+        return made
+
+    @classmethod
+    def _of_data(cls, data: dict[str, Any]) -> Plan:
         del data["format"], data["version"]
         schedule = data.pop("schedule", None)
         return cls(
@@ -279,6 +291,7 @@ def _schedule(data: Mapping[str, Any]) -> Schedule:
 def _layers(data: Mapping[str, Any]) -> PlannedLayers:
     return PlannedLayers(
         path=data["path"],
+        last=data.get("last", ""),
         first=data["first"],
         count=data["count"],
         ops=tuple(

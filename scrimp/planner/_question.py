@@ -1,13 +1,12 @@
-"""What `scrimp.plan` is asked, looked at before anything takes long: types, names and numbers that make no sense."""
+"""What `scrimp.plan` is asked, looked at before anything takes long: types, names and numbers that make no sense.
+
+Torch is loaded only where a model is looked at, so that the command line can check names without it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
-
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
 
 from scrimp.capture._graph import Graph
 from scrimp.cluster import Cluster
@@ -23,6 +22,8 @@ def check_question(
     seconds: Any, gap: Any,
 ) -> None:  # fmt: skip
     """Says what is wrong."""
+    from torch import nn
+
     if not isinstance(model, nn.Module):
         made = f"the class {model.__name__}: make one of it" if isinstance(model, type) else f"{type(model).__name__}"
         raise PlanError(f"model must be a torch.nn.Module, and is {made}")
@@ -31,16 +32,24 @@ def check_question(
         raise PlanError(f"cluster must be a Cluster or the name of a preset, such as '8xH100', and is {type(cluster).__name__}")
     if not (mesh is None or isinstance(mesh, (Mesh, str))) or (isinstance(mesh, str) and not mesh.strip()):
         raise PlanError(f"mesh={mesh!r}: give a Mesh, or a text such as 'x=2,y=4'; without one it is searched for")
+    check_names(precision=precision, optimizer=optimizer, objective=objective, seconds=seconds, gap=gap)
+    if isinstance(saving, str) or not isinstance(saving, Sequence) or KEEP not in saving or not {*saving} <= {*WAYS}:
+        raise PlanError(f"saving={saving!r}: give some of {', '.join(WAYS)}, of which '{KEEP}' must be one")
+
+
+def check_names(*, precision: Any, optimizer: Any, objective: Any, seconds: Any, gap: Any) -> None:
+    """What can be said without torch."""
     _check_name("precision", precision, PRECISIONS)
     _check_name("optimizer", optimizer, (*OPTIMIZERS,))
     _check_name("objective", objective, (MEMORY, TIME, REDUNDANCY))
-    if isinstance(saving, str) or not isinstance(saving, Sequence) or KEEP not in saving or not {*saving} <= {*WAYS}:
-        raise PlanError(f"saving={saving!r}: give some of {', '.join(WAYS)}, of which '{KEEP}' must be one")
     if not (_is_number(seconds) and seconds > 0 and _is_number(gap) and 0 <= gap < 1):
         raise PlanError(f"seconds={seconds!r}, gap={gap!r}: seconds is more than 0, gap from 0 to less than 1")
 
 
 def _check_inputs(inputs: Any) -> None:
+    import torch.utils._pytree as pytree
+    from torch import Tensor
+
     if isinstance(inputs, Tensor):
         raise PlanError(
             f"example_inputs is a tensor of shape {tuple(inputs.shape)}: give what the forward takes as a tuple, (tensor,), or "

@@ -21,7 +21,7 @@ from scrimp.planner._solve import TIME, solve
 
 Say = Callable[[str], None]
 
-_NODES = re.compile(r"([+-])\s*([0-9]+)\s*nodes?")
+_NODES = re.compile(r"([+-])\s*([0-9]{1,9})\s*nodes?")
 _DEVICES = re.compile(r"[0-9]+x\S+")
 
 

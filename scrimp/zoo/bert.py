@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from scrimp.zoo.configs import BertConfig
 from scrimp.zoo.gpt import MLP, Embedding
 
 IGNORE = -100  # the target of a token that need not be restored
-
-
-@dataclass(frozen=True, kw_only=True)
-class BertConfig:
-    vocab: int = 30522
-    seq: int = 512
-    dim: int = 768
-    heads: int = 12
-    layers: int = 12
-    segments: int = 2
-    expansion: int = 4
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.dim % self.heads:
-            raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}")
-
-
-PRESETS = {
-    "bert-tiny": BertConfig(vocab=64, seq=32, dim=32, heads=4, layers=2),
-    "bert-base": BertConfig(),
-    "bert-large": BertConfig(dim=1024, heads=16, layers=24),
-}
 
 
 class Attention(nn.Module):

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-# From what enters the head, the head's weight and the targets; how the logits are made and kept is its own affair.
-HeadLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-FUSED, EAGER = "fused", "eager"  # attention by one kernel, or by operators that make and save all scores
+from scrimp.zoo.configs import EAGER, FUSED, GPTConfig
 
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig:
-    vocab: int = 50257
-    seq: int = 1024
-    dim: int = 768
-    heads: int = 12
-    layers: int = 12
-    expansion: int = 4
-    dropout: float = 0.0
-    tie: bool = True
-    attention: str = FUSED
-    head_loss: HeadLoss | None = None
-
-    def __post_init__(self) -> None:
-        if self.dim % self.heads:
-            raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}")
-        if self.attention not in (FUSED, EAGER):
-            raise ValueError(f"attention '{self.attention}': there are '{FUSED}' and '{EAGER}'")
-
-
-# The sizes of the GPT-3 paper, under their usual names; 13b has dim 5120 where the paper prints 5140 for 40 heads of 128.
-PRESETS = {
-    "gpt-tiny": GPTConfig(vocab=64, seq=32, dim=32, heads=4, layers=2),
-    "gpt-125m": GPTConfig(),
-    "gpt-350m": GPTConfig(dim=1024, heads=16, layers=24),
-    "gpt-1b3": GPTConfig(seq=2048, dim=2048, heads=16, layers=24),
-    "gpt-2b7": GPTConfig(seq=2048, dim=2560, heads=32, layers=32),
-    "gpt-6b7": GPTConfig(seq=2048, dim=4096, heads=32, layers=32),
-    "gpt-13b": GPTConfig(seq=2048, dim=5120, heads=40, layers=40),
-    "gpt-175b": GPTConfig(seq=2048, dim=12288, heads=96, layers=96),
-}
+if TYPE_CHECKING:
+    from scrimp.zoo.configs import HeadLoss
 
 
 class Embedding(nn.Embedding):

@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from scrimp.zoo.gpt import Embedding, Head, HeadLoss
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    vocab: int = 32000
-    seq: int = 4096
-    dim: int = 4096
-    heads: int = 32
-    kv_heads: int = 32
-    layers: int = 32
-    hidden: int = 11008
-    theta: float = 10000.0
-    eps: float = 1e-5
-    head_loss: HeadLoss | None = None
-
-    def __post_init__(self) -> None:
-        if self.dim % self.heads or self.dim // self.heads % 2:
-            raise ValueError(f"dim {self.dim} over heads {self.heads} must be a whole, even number: rotations act on pairs")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-
-
-PRESETS = {
-    "llama-tiny": LlamaConfig(vocab=64, seq=32, dim=32, heads=4, kv_heads=2, layers=2, hidden=88),
-    "llama-7b": LlamaConfig(),
-    "llama-13b": LlamaConfig(dim=5120, heads=40, kv_heads=40, layers=40, hidden=13824),
-    "llama-8b": LlamaConfig(vocab=128256, seq=8192, kv_heads=8, hidden=14336, theta=500000.0),
-    "llama-70b": LlamaConfig(
-        vocab=128256, seq=8192, dim=8192, heads=64, kv_heads=8, layers=80, hidden=28672, theta=500000.0
-    ),
-}  # fmt: skip
+from scrimp.zoo.configs import LlamaConfig
+from scrimp.zoo.gpt import Embedding, Head
 
 
 class Rotary(nn.Module):

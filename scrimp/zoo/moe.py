@@ -7,39 +7,12 @@ the order in which tokens arrive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from scrimp.zoo.configs import MoEConfig
 from scrimp.zoo.gpt import CausalAttention, Embedding
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    vocab: int = 50257
-    seq: int = 1024
-    dim: int = 768
-    heads: int = 12
-    layers: int = 12
-    experts: int = 8
-    chosen: int = 2
-    expansion: int = 4
-    balance: float = 0.01  # the weight of the extra loss
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.dim % self.heads:
-            raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}")
-        if not 1 <= self.chosen <= self.experts:
-            raise ValueError(f"cannot choose {self.chosen} of {self.experts} experts")
-
-
-PRESETS = {
-    "moe-tiny": MoEConfig(vocab=64, seq=32, dim=32, heads=4, layers=2, experts=4, expansion=2),
-    "moe-8x125m": MoEConfig(),
-}
 
 
 class Experts(nn.Module):

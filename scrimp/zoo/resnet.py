@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, kw_only=True)
-class ResNetConfig:
-    """`stages` counts the blocks at each resolution. The small stem keeps the resolution of images that have little of it."""
-
-    block: Literal["basic", "bottleneck"] = "bottleneck"
-    stages: tuple[int, ...] = (3, 4, 6, 3)
-    width: int = 64
-    stem: Literal["large", "small"] = "large"
-    classes: int = 1000
-    image: int = 224
-
-
-PRESETS = {
-    "resnet-tiny": ResNetConfig(block="basic", stages=(1, 1), width=8, stem="small", classes=10, image=32),
-    "resnet18": ResNetConfig(block="basic", stages=(2, 2, 2, 2)),
-    "resnet50": ResNetConfig(),
-}
+from scrimp.zoo.configs import ResNetConfig
 
 
 class Conv(nn.Conv2d):

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from scrimp.zoo.configs import VGGConfig
 from scrimp.zoo.resnet import Conv
-
-
-@dataclass(frozen=True, kw_only=True)
-class VGGConfig:
-    """`stages` holds the widths of the convolutions at each resolution; a max pool that halves it ends each stage."""
-
-    stages: tuple[tuple[int, ...], ...] = ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3)
-    batch_norm: bool = False
-    hidden: int = 4096
-    dropout: float = 0.0
-    classes: int = 1000
-    image: int = 224
-
-    def __post_init__(self) -> None:
-        if self.image % 2 ** len(self.stages):
-            raise ValueError(f"image {self.image} cannot be halved by each of {len(self.stages)} stages")
-
-
-_TINY: tuple[tuple[int, ...], ...] = ((8,), (16,), (16, 32))
-
-PRESETS = {
-    "vgg-tiny": VGGConfig(stages=_TINY, hidden=64, classes=10, image=32),
-    "vgg-tiny-bn": VGGConfig(stages=_TINY, batch_norm=True, hidden=64, classes=10, image=32),
-    "vgg16": VGGConfig(dropout=0.5),
-    "vgg16-bn": VGGConfig(batch_norm=True, dropout=0.5),
-}
 
 
 class Stage(nn.Sequential):

@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from scrimp.zoo.configs import ViTConfig
 from scrimp.zoo.gpt import MLP
-
-
-@dataclass(frozen=True, kw_only=True)
-class ViTConfig:
-    classes: int = 1000
-    image: int = 224
-    patch: int = 16
-    dim: int = 768
-    heads: int = 12
-    layers: int = 12
-    expansion: int = 4
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.image % self.patch:
-            raise ValueError(f"image {self.image} is not a multiple of patch {self.patch}")
-        if self.dim % self.heads:
-            raise ValueError(f"dim {self.dim} is not a multiple of heads {self.heads}")
-
-
-PRESETS = {
-    "vit-tiny": ViTConfig(classes=10, image=32, patch=8, dim=32, heads=4, layers=2),
-    "vit-s16": ViTConfig(dim=384, heads=6),
-    "vit-b16": ViTConfig(),
-    "vit-l16": ViTConfig(dim=1024, heads=16, layers=24),
-}
 
 
 class Patches(nn.Module):

@@ -1,0 +1,141 @@
+"""What `scrimp plan` is asked, checked before torch is loaded: files, names, numbers, the cluster, the model and its settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from math import isfinite
+from pathlib import Path
+
+from scrimp.cli._clusters import cluster_of
+from scrimp.cli._files import check_writable
+from scrimp.cli._set import pairs
+from scrimp.cluster import Cluster
+from scrimp.errors import PlanError, ScrimpError
+from scrimp.layout import Mesh
+from scrimp.ledger import parse_nbytes
+from scrimp.planner._devices import stage_cluster
+from scrimp.planner._pipeline import schedules
+from scrimp.planner._question import check_names
+from scrimp.planner._what_if import change_of
+from scrimp.zoo import configs
+
+BATCH, SEQ = 32, 2048  # unless given
+FOLDER, FUNCTION, ZOO = "folder", "function", "zoo"
+DIGITS = 9
+
+
+def check(
+    *, model: str, cluster: str, mesh: str | None, budget: str | None, batch: int | None, seq: int | None, objective: str,
+    optimizer: str, precision: str, stages: str, micro_batches: str, interleave: int, settings: Sequence[str], seconds: float,
+    gap: float, out: Path | None, explain: Sequence[str], what_if: Sequence[str],
+) -> None:  # fmt: skip
+    """A `ScrimpError` says what is wrong."""
+    check_writable("--out", out)
+    check_names(precision=precision, optimizer=optimizer, objective=objective, seconds=seconds, gap=gap)
+    if not isfinite(seconds):
+        raise PlanError(f"--seconds {seconds}: give a finite number")
+    if mesh is not None and not mesh.strip():
+        raise PlanError("--mesh '': write axes and their sizes, such as x=2,y=4; without --mesh it is searched for")
+    known = cluster_of(cluster)
+    _check_schedule(known, mesh, None if kind_of(model) == FUNCTION else batch or BATCH, stages, micro_batches, interleave)
+    if budget is not None and parse_nbytes(budget) <= 0:
+        raise PlanError(f"--budget {budget}: give a size, such as 24GiB")
+    _check_questions(known, stages, micro_batches, interleave, explain, what_if)
+    check_model(model, batch, seq, settings)
+
+
+def _check_schedule(
+    cluster: Cluster, mesh: str | None, rows: int | None, stages: str, micro_batches: str, interleave: int
+) -> None:
+    devices = 1 if cluster.hardware is None else cluster.hardware.devices
+    counts = [number_of(stages)] if rows is None else []
+    if rows is not None:
+        tries = schedules(number_of(stages), number_of(micro_batches), interleave, devices, rows)
+        counts = [*dict.fromkeys(count for count, _ in tries)]
+    for count in counts:
+        part = stage_cluster(cluster, count)[0] if isinstance(count, int) and count > 1 else cluster
+        if mesh is not None and isinstance(count, int):
+            part.axis_links(Mesh.parse(mesh))  # says if it is too large
+
+
+def _check_questions(
+    cluster: Cluster, stages: str, micro_batches: str, interleave: int, explain: Sequence[str], what_if: Sequence[str]
+) -> None:
+    changes = [change_of(text) for text in what_if]
+    if what_if and (stages, micro_batches) != ("1", "1"):
+        raise PlanError(
+            "--what-if is answered for plans without stages and micro-batches: plan again with another --budget or --cluster, "
+            "and compare the files with scrimp diff"
+        )
+    for text, change in zip(what_if, changes, strict=True):
+        nodes = cluster.hardware.nodes if cluster.hardware else 1
+        if nodes + change.nodes < 1:
+            each = cluster.hardware.devices_per_node if cluster.hardware else 1
+            raise PlanError(f"--what-if '{text}': the plan is for {nodes} of {each} devices, and there must be one node at least")
+    if explain and interleave > 1:
+        raise PlanError("--explain is answered for plans without --interleave: several pieces of the model are on each device")
+
+
+def number_of(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS else text
+
+
+def kind_of(model: str) -> str:
+    if Path(model).is_dir():
+        return FOLDER
+    return FUNCTION if ":" in model else ZOO
+
+
+def check_model(model: str, batch: int | None, seq: int | None, settings: Sequence[str]) -> None:
+    texts = dict(pairs(settings, "layers=32"))
+    kind = kind_of(model)
+    if kind == FOLDER:
+        _check_folder(Path(model))
+    elif kind == FUNCTION:
+        _check_function(model, batch, seq, settings)
+    elif Path(model).exists() or "/" in model:
+        where = f"give its folder, {Path(model).parent}" if Path(model).name == "config.json" else "give a folder"
+        raise ScrimpError(f"{model} is no folder: for a Hugging Face config.json {where}")
+    else:
+        if seq is not None and model in configs.PRESETS:
+            raise ScrimpError(f"--seq {seq} is for a Hugging Face config.json: for {model} write --set seq={seq}, if it has one")
+        try:
+            configs.read(model, texts)
+        except ScrimpError as error:
+            other = "" if model in configs.PRESETS else "; or give a folder with a config.json, or module:function"
+            raise ScrimpError(f"{error}{other}") from error
+
+
+def _check_folder(folder: Path) -> None:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ScrimpError(f"{folder} has no config.json: give the folder of a Hugging Face model") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ScrimpError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ScrimpError(f"{file} is no Hugging Face config: it holds a {type(config).__name__}, not an object")
+    if importlib.util.find_spec("transformers") is None:
+        raise ScrimpError(f"{folder} is a folder: to read a Hugging Face config, pip install transformers")
+
+
+def _check_function(model: str, batch: int | None, seq: int | None, settings: Sequence[str]) -> None:
+    module, _, function = model.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
+        raise ScrimpError(f"{model}: write module:function, such as my_models:small_gpt")
+    for name, given in (("--batch", batch), ("--seq", seq), ("--set", settings or None)):
+        if given is not None:
+            raise ScrimpError(f"{name} has no effect on {model}, whose function gives the model and its batch: leave it out")
+    sys.path.insert(0, "")
+    try:
+        found = importlib.util.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError) as error:
+        raise ScrimpError(f"{model}: {error}") from error
+    finally:
+        sys.path.remove("")
+    if found is None:
+        raise ScrimpError(f"{model}: there is no module '{module}' in this folder or among the installed ones")
