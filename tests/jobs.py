@@ -107,7 +107,9 @@ def peak_nbytes(case: Case, donate: bool, direct: bool) -> tuple[int, int, int, 
     local = torch.ones(program.src.local_shape(program.shape, program.mesh, dist.get_rank()))
     program.run(local)
     dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         given = local.clone()  # in here, because the profiler sees no end of what began before it
         out = program.run(given, donate=donate)
     return most_live(profile), local.nbytes, out.nbytes, given.untyped_storage().nbytes() == 0
@@ -123,7 +125,9 @@ def in_rounds(donate: bool) -> tuple[bool, int, int, int]:
     full = numbers(shape).astype(np.float32)
     rank = dist.get_rank()
     local = tile_of(full, src, mesh, rank)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         out = program.run(local.clone(), donate=donate)
     promise = 2 * program.cap_numel * 4 + stage_nbytes(program) + (0 if donate else local.nbytes)
     return torch.equal(out, tile_of(full, dst, mesh, rank)), overload(program, rank), most_live(profile), promise

@@ -314,12 +314,15 @@ def test_a_whole_step_of_the_dense_engine_within_a_budget() -> None:
 def test_a_run_writes_rows_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And its figures are what the sizes say: a gradient; a gradient, a residual, of one layer magnitudes and mask, and 12
     bytes for every entry that was sent."""
-    wanted = {PLAIN: 1.0, DGC: 2 + (1 + 0.25) / 12 + 12 * DENSITY / 4}
+    wanted = {PLAIN: 1.0, DGC: 2 + 1 / 12}
+    later = {PLAIN: 0.0, DGC: 0.25 / 12 + 12 * DENSITY / 4}  # at the peak or after it, as torch's version frees the magnitudes
     flags = ["--small", "--device", "cpu", "--results", str(tmp_path), "--commit", "abc", "--part", "exchange"]
     flags += [flag for name in wanted for flag in ("--contender", name)]
     assert memory.main(flags) == 0
     rows = json.loads((tmp_path / "abc.json").read_text())["rows"]
-    assert {row["contender"]: times_weights(row) for row in rows} == pytest.approx(wanted, abs=0.01)
+    for row in rows:
+        least = wanted[row["contender"]]
+        assert least - 0.01 <= times_weights(row) <= least + later[row["contender"]] + 0.01
     assert all(row["losses"][-1] < row["losses"][0] for row in rows)
     assert "times the weights" in capsys.readouterr().out
     assert memory.main(flags) == 0

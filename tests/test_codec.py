@@ -275,7 +275,7 @@ def test_tiles_need_what_the_stage_has_and_nothing_else() -> None:
     made = updater(numel, None)
     assert made.stage.numel() == stage_numel(torch.device("cpu"), numel, None, "int8")
     piece = piece_of(numel, torch.bfloat16, torch.bfloat16)
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         made.apply(AdamW(state="int8"), 0, 1, piece, torch.tensor(0.5), own_master=False)
     most = max(event.cpu_memory_usage for event in profile.events())
     assert most <= 4096, f"an operator made {most} bytes"

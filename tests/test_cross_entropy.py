@@ -119,7 +119,7 @@ def test_only_the_gradients_that_are_needed(frozen: str) -> None:
 def test_without_gradients_none_are_made() -> None:
     hidden, weight, targets, _ = drawn((4096,), torch.float32)
     weight.requires_grad_()
-    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         loss = chunked_cross_entropy(hidden, weight, targets, chunk=16)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, plain(hidden, weight.detach(), targets))
@@ -163,7 +163,9 @@ def test_memory_is_that_of_a_chunk() -> None:
 
     def peak(loss_of: Callable[..., Tensor]) -> int:
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
             loss_of(*leaves, targets).backward()
         return most_live(profile)
 

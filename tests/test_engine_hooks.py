@@ -12,6 +12,7 @@ from torch import nn
 
 from scrimp import SGD, Engine, Memory, RunError
 from scrimp.engine._hooks_private import post_accumulate_hooks, share_tensor_hooks
+from scrimp.engine._rnn_private import NAME as RNN_REFERENCES
 
 
 class Net(nn.Module):
@@ -159,3 +160,36 @@ def test_torch_keeps_hooks_where_we_look() -> None:
     handle.remove()
     other.sum().backward()
     assert seen == ["tensor"]
+
+
+class Listed(nn.Module):
+    """Reads its weights from lists and attributes of its own, as recurrent modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.listed = [block.weight for block in self.blocks]
+        self.named = {"bias": [self.blocks[0].bias]}
+        self.rnn = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.listed:
+            x = torch.tanh(x @ weight.T + self.named["bias"][0]) + self.rnn(x.unsqueeze(1))[0].squeeze(1)
+        return (x + self.blocks[1].bias).square().mean()
+
+
+def test_modules_that_keep_parameters_in_lists() -> None:
+    torch.manual_seed(0)
+    model = Listed()
+    plain = copy.deepcopy(model)
+    plain.listed = [block.weight for block in plain.blocks]
+    engine = engine_of(model)
+    for batch in batches():
+        engine.step(batch)
+    want = plainly(plain, batches())
+    assert all(torch.equal(value, want[name]) for name, value in engine.state_dict().items())
+
+
+def test_torch_keeps_weak_references_where_we_look() -> None:
+    module = nn.LSTM(2, 2)
+    assert len(getattr(module, RNN_REFERENCES)) == len(module._flat_weights)

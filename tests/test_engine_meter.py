@@ -45,7 +45,9 @@ def profiled(engine: Engine, batch: Batch, run: Callable[..., Any] | None = None
     gc.collect()
     before = engine.ledger.total_nbytes + sum(tensor.nbytes for tensor in batch)
     engine.ledger.reset_peak()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         (run or engine.step)(*batch)
     return most_live(profile) + before
 
@@ -135,7 +137,7 @@ def test_an_operator_that_is_known_not_to_fit_does_not_run() -> None:
     assert isinstance(engine.meter, CpuMeter)
     engine.meter.budget_nbytes = need - 1
     with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profile,
         pytest.raises(FitError, match=r"in step 3, forward at layer the model itself: .*temporaries"),
     ):
         engine.step(batch)

@@ -51,5 +51,5 @@ def test_the_quiet_profiler_hears_what_one_operator_allocates() -> None:
     out = given + given
     del out
     assert _profiler_private.heard() == [2048, -2048]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert not _profiler_private.listen()

@@ -24,6 +24,7 @@ UNMARKED = (
     "aten.hardswish.default",
     "aten.hardswish_backward.default",
     "aten.hardtanh_backward.default",
+    "aten.leaky_relu.default",
     "aten.leaky_relu_backward.default",
     "aten.lift_fresh_copy.default",
     "aten.masked_fill.Tensor",
