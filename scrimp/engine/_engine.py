@@ -30,6 +30,7 @@ from scrimp.chunks._table import Slot
 from scrimp.engine._advice import check_landing, check_loss, does_not_fit
 from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
+from scrimp.engine._calls import Calls, called, explained
 from scrimp.engine._dense import DenseExchange
 from scrimp.engine._evaluate import evaluate
 from scrimp.engine._fit import first_places
@@ -101,6 +102,7 @@ class Engine:
         self.cast_inputs = cast_inputs  # floating-point tensors of a batch, to the precision of the weights
         self.device = pick_device(device)
         self.wire = join_world(self.device)
+        self.calls = Calls(self.wire)
         self.budget = least_of_all(self.wire, resolve(memory or Memory(), self.device))
         self.ledger = Books(device=Ledger(tier=str(self.device)))
         self.steps, self.skipped = 0, 0
@@ -183,12 +185,18 @@ class Engine:
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on this rank's whole batch; the mean loss, detached. Modules are in the modes that they are in. A step
         that fails before its update leaves everything as it was; one that fails in it leaves nothing to go on from."""
+        called(self, "step")
+        with explained(self):
+            return self._step(args, kwargs)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         start = time.perf_counter()
         self.check_usable()
         warn_of_eval(self.model, self.steps)
         self.updating.check_rates(self.steps)
         key = signature(args, kwargs)
         self.planning.judged = self.must_judge
+        self.planning.call = self.calls.row
         try:
             share_buffers(self.wire, self.model)
             self.exchanging.meet(self)
@@ -303,9 +311,15 @@ class Engine:
     # Looking at it.
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward without gradients, through the same residency; the model is in eval mode meanwhile."""
+        """Forward without gradients in eval mode, within the budget: `engine.evaluate(*batch)` calls the model.
+        `engine.evaluate(fn, *args, **kwargs)` calls fn(*args, **kwargs), which may use the model in any way, with tensors
+        moved to the device: `engine.evaluate(model.generate, ids, max_new_tokens=20)`. A function that does not fit may be
+        called a second time, after layers have left the device. On several ranks all must run the same layers in the same
+        order (`synced_gpus=True` for generate)."""
+        called(self, "evaluate")
         self.check_usable()
-        return evaluate(self, args, kwargs)
+        with explained(self):
+            return evaluate(self, args, kwargs)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -317,22 +331,26 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
+        called(self, "state_dict")
         state = {}
-        for name, tensor in self.iter_state():
+        for name, tensor in iter_state(self):
             if self.wire.rank == 0:
                 state[name] = tensor
         return state
 
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in fp32 by every name it has, and every buffer; every rank gets all of them, one at a time."""
-        return iter_state(self)
+        called(self, "iter_state")
+        yield from iter_state(self)
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: weights, masters, states, step and random state; complete or not there at all."""
+        called(self, "save")
         save_state(self, folder)
 
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with."""
+        called(self, "load")
         load_state(self, folder)
 
     def check_usable(self) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from scrimp.chunks._costs import Rates
 from scrimp.chunks._wire import Wire
 from scrimp.engine._memory import Budget
-from scrimp.errors import RunError
+from scrimp.errors import MoveError, RunError
 from scrimp.layout import Mesh
 from scrimp.move._torch_private import group_timeout
 
@@ -89,5 +89,8 @@ def share_buffers(wire: Wire, model: nn.Module) -> None:
     """As DDP does before a forward: every rank starts from rank 0's buffers."""
     if wire.world == 1:
         return
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+    for name, buffer in model.named_buffers():
+        try:
+            dist.broadcast(buffer, src=0)
+        except RuntimeError as error:
+            raise MoveError(f"buffer {name} of rank 0 did not come: {error}") from error
