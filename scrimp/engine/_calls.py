@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 NAMES = ("step", "backward", "update", "evaluate", "state_dict", "iter_state", "save", "load", "full_parameters", "close")
 AT_ONCE = {"step", "backward"}  # these do not wait for the other ranks here
+WITH_GRADIENTS = {"backward", "update", "load", "close"}  # these may come between backward and update
 KEPT = 8  # calls that a rank's record has: other ranks may be that many calls behind
 TIMEOUT = timedelta(minutes=30)  # torch's own, where the group's cannot be read
 FIRST_SLEEP, LONGEST_SLEEP = 2e-4, 2e-2
@@ -169,6 +170,10 @@ def called(engine: Engine, name: str) -> None:
     if engine.residents.active:
         inside = engine.calls.name
         raise RunError(f"engine.{name} was called inside engine.{inside}: by the model, its hooks, or the function that it runs")
+    if engine.pending and name not in WITH_GRADIENTS:
+        raise RunError(
+            f"engine.{name} with the gradients of {engine.pending} engine.backward calls pending: call engine.update() first"
+        )
     engine.calls.begin(name)
 
 
@@ -203,3 +208,13 @@ def same_calls(rows: torch.Tensor) -> None:
     rank = int((rows != rows[0]).any(1).nonzero()[0, 0])
     told = [f"rank {at} calls engine.{NAMES[int(rows[at, 1])]} (its call {int(rows[at, 0])})" for at in (0, rank)]
     raise RunError(f"the ranks' calls differ: {' and '.join(told)}; {ADVICE}")
+
+
+def same_settings(digests: torch.Tensor) -> None:
+    """Of every rank a digest of its optimizer's settings in this step; raise if they are not the same."""
+    if not bool((digests == digests[0]).all()):
+        rank = int((digests != digests[0]).nonzero()[0, 0])
+        raise RunError(
+            f"rank {rank} has another learning rate than rank 0, or other settings of the optimizer: set the same on all ranks; "
+            "a scheduler that follows the loss needs the loss of all ranks"
+        )

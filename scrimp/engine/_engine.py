@@ -12,10 +12,9 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +22,22 @@ from torch import nn
 
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._meter import CpuMeter
-from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
+from scrimp.chunks._optim import AdamW, Optimizer, grouped
 from scrimp.chunks._rates import measure
+from scrimp.chunks._residency import Moment
+from scrimp.chunks._rules import Rules
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
+from scrimp.engine._accumulating import Accumulating
 from scrimp.engine._advice import check_landing, check_loss, does_not_fit
-from scrimp.engine._batch import loss_of, parts, signature, to_device
-from scrimp.engine._bound import Bound, bound
+from scrimp.engine._batch import Signature, loss_of, parts, signature, to_device
+from scrimp.engine._between import Between
 from scrimp.engine._calls import Calls, called, explained
 from scrimp.engine._dense import DenseExchange
-from scrimp.engine._evaluate import evaluate
 from scrimp.engine._fit import first_places
 from scrimp.engine._forward import Recompute, watch_layers
+from scrimp.engine._groups import named
+from scrimp.engine._handle import Handle
 from scrimp.engine._hooks import landing
 from scrimp.engine._judge import LossScale
 from scrimp.engine._memory import Memory, resolve
@@ -45,7 +48,6 @@ from scrimp.engine._running import running
 from scrimp.engine._settings import check_exchange, pick_device, validate
 from scrimp.engine._sparse import SparseExchange
 from scrimp.engine._stand_ins import StandIns
-from scrimp.engine._state import iter_state, load_state, save_state
 from scrimp.engine._strays import Strays, StraysInBackward
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._undo import Undo
@@ -61,7 +63,7 @@ from scrimp.layout import Mesh
 from scrimp.ledger import Books, Ledger
 
 
-class Engine:
+class Engine(Between, Accumulating):
     """Trains any eager module within a device budget. The model is taken over: its parameters live in the engine.
 
     `weights`: values for a model, perhaps on meta: a state dict, a .safetensors file, a Hugging Face folder. `precision`:
@@ -93,7 +95,7 @@ class Engine:
         validate(model, optimizer, memory, precision, accumulate, recompute, clip_norm)
         check_exchange(exchange, optimizer or AdamW(), precision, memory)
         self.model = model
-        self.optimizer = optimizer or AdamW()
+        settings = named(optimizer or AdamW(), model)
         self.precision = precision
         self.clip_norm = clip_norm
         self.skip_nonfinite = skip_nonfinite
@@ -112,12 +114,14 @@ class Engine:
         rates = agreed(self.wire, measure(self.device))
         sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
         table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
+        groups = grouped(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
+        self.rules = Rules(groups)
         here = ranks_here(self.wire)
         places = first_places(
             table,
             self.budget,
             precision=precision,
-            optimizer=self.optimizer,
+            optimizer=settings,
             accumulate=accumulate,
             world=sharing.world,
             ranks_here=here,
@@ -127,7 +131,7 @@ class Engine:
             table,
             precision=precision,
             device=self.device,
-            optimizer=self.optimizer,
+            optimizer=settings,
             accumulate=accumulate,
             books=self.ledger,
             wire=sharing,
@@ -154,8 +158,7 @@ class Engine:
         self.meter.begin()
         for tensor in [*(t for home in self.store.homes for t in home.tensors), *self.store.flats, *model.buffers()]:
             self.meter.ignore(tensor)
-        optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
-        self.updating = Updating(self.store, optimizers, self.meter, staged=precision != "fp32" or clip_norm is not None)
+        self.updating = Updating(self.store, self.rules, self.meter, staged=precision != "fp32" or clip_norm is not None)
         self.store.own = self.meter.ignore
         self._undo = Undo(model, self.device)
         self.residents = Residents(self.store, self.meter, self._retire)
@@ -169,16 +172,20 @@ class Engine:
         self.updating.saw = self.planning.saw_update
         self.exchanging: DenseExchange | SparseExchange = DenseExchange()
         if isinstance(exchange, Sparse):
-            self.exchanging = SparseExchange(exchange, self.store, optimizers, across)
+            self.exchanging = SparseExchange(exchange, self.store, self.rules, across)
             self.planning.residuals, self.planning.sending_nbytes = self.exchanging.residuals, self.exchanging.sending_nbytes()
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False
         self.landed: dict[str, tuple[int, Slot]] = {}
+        self._part_landed: set[str] = set()  # of the micro-batch that runs
+        self.trace: list[Moment] | None = None  # of the last forward and backward, if they were traced
         self._traffic = astuple(self.store.traffic)  # at the start of the last step
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(landing(weakref.ref(self)))  # type: ignore[no-untyped-call]
         self.stand_ins = StandIns(model, self.weights)
+        of_name = dict(model.named_parameters(remove_duplicate=False))
+        self.optimizer = Handle(settings, [(first, [of_name[name] for name in names]) for first, names in groups])
 
     # The step.
 
@@ -193,13 +200,22 @@ class Engine:
         start = time.perf_counter()
         self.check_usable()
         warn_of_eval(self.model, self.steps)
-        self.updating.check_rates(self.steps)
-        key = signature(args, kwargs)
+        self.rules.begin(self.steps, self.optimizer.now(self.steps))
         self.planning.judged = self.must_judge
-        self.planning.call = self.calls.row
+        self.planning.call = [*self.calls.row, self.rules.digest(self.steps)]
+        plan, loss = self.gradients(signature(args, kwargs), args, kwargs)
+        self.finish()
+        self.planning.learn(plan, self.trace, self.residents)
+        self.seconds = time.perf_counter() - start
+        self.host_seconds = self.updating.waited()
+        return loss
+
+    def gradients(self, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, torch.Tensor]:
+        """Of a whole batch in `accumulate` parts, or of one part with those that are `pending`."""
         try:
-            share_buffers(self.wire, self.model)
-            self.exchanging.meet(self)
+            if not self.pending:
+                share_buffers(self.wire, self.model)
+                self.exchanging.meet(self)
         except MoveError as error:
             raise self._named(error) from error
         while True:
@@ -229,6 +245,10 @@ class Engine:
                 raise reason
         self._undo.done(tracing=plan.choice is None)
         self.residents.timing.end()
+        return plan, loss
+
+    def finish(self) -> None:
+        """Update with the gradients that are there."""
         try:
             self.exchanging.finish(self)
         except BaseException as error:
@@ -237,26 +257,25 @@ class Engine:
                 raise self._named(error) from error
             raise
         self.steps += 1
-        self.planning.learn(plan, self._trace if self._traced else None, self.residents)
-        self.seconds = time.perf_counter() - start
-        self.host_seconds = self.updating.waited()
-        return loss
+        self.optimizer.counted()
 
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self.landed.clear()
-        self.exchanging.begin(self)
-        losses = []
+        self._part_landed = set()
+        if not self.pending:
+            self.landed.clear()
+            self.exchanging.begin(self)
+        losses, count = [], 1 if self.accumulating else self.accumulate
         self._traffic = astuple(self.store.traffic)
         try:
             with running(self, args, kwargs, self._watched.step(plan)), no_caches(self.model):
                 schedule = plan.choice.schedule if plan.choice else None
                 self.residents.begin_step(self.steps, schedule, plan.expected, looking=self._watched.looking)
-                for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, self.accumulate)):
-                    self.last_part = k == self.accumulate - 1
+                for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, count)):
+                    self.last_part = k == count - 1 and not self.accumulating
                     losses.append(self._forward_backward(part_args, part_kwargs))
                     self.residents.retire_rest()
-                traced, self._trace = self.residents.end_step()
-                self._traced = self._watched.learn(plan, self._trace, traced=traced)
+                traced, moments = self.residents.end_step()
+                self.trace = moments if self._watched.learn(plan, moments, traced=traced) else None
                 if not self.landed:
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
@@ -264,7 +283,7 @@ class Engine:
         return torch.stack(losses).mean()
 
     def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self._part_landed: set[str] = set()
+        self._part_landed = set()
         args, kwargs = to_device(args, kwargs, self.device, self.input_dtype)
         looking = self.strays if self.strays.found or self.residents.tracing else nullcontext()
         again = self._strays_again if self._strays_again.layers or self.residents.tracing else nullcontext()
@@ -308,50 +327,9 @@ class Engine:
         """No update before all gradients were looked at."""
         return self.skip_nonfinite or self.loss_scale.dynamic or self.clip_norm is not None
 
-    # Looking at it.
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward without gradients in eval mode, within the budget: `engine.evaluate(*batch)` calls the model.
-        `engine.evaluate(fn, *args, **kwargs)` calls fn(*args, **kwargs), which may use the model in any way, with tensors
-        moved to the device: `engine.evaluate(model.generate, ids, max_new_tokens=20)`. A function that does not fit may be
-        called a second time, after layers have left the device. On several ranks all must run the same layers in the same
-        order (`synced_gpus=True` for generate)."""
-        called(self, "evaluate")
-        self.check_usable()
-        with explained(self):
-            return evaluate(self, args, kwargs)
-
     @property
     def input_dtype(self) -> torch.dtype | None:
         return self.store.dtype if self.cast_inputs else None
-
-    def bound(self) -> Bound:
-        """The least traffic and time of a step like the last one, beside what it took. The first call measures the machine."""
-        return bound(self)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
-        called(self, "state_dict")
-        state = {}
-        for name, tensor in iter_state(self):
-            if self.wire.rank == 0:
-                state[name] = tensor
-        return state
-
-    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter in fp32 by every name it has, and every buffer; every rank gets all of them, one at a time."""
-        called(self, "iter_state")
-        yield from iter_state(self)
-
-    def save(self, folder: str | Path) -> None:
-        """Write a checkpoint: weights, masters, states, step and random state; complete or not there at all."""
-        called(self, "save")
-        save_state(self, folder)
-
-    def load(self, folder: str | Path) -> None:
-        """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with."""
-        called(self, "load")
-        load_state(self, folder)
 
     def check_usable(self) -> None:
         self.updating.check()
@@ -409,5 +387,9 @@ class Engine:
         except BaseException as error:
             self.broken = f"step {self.steps} failed, and so did undoing it ({error})"
             raise
+        if self.pending and not self._part_landed:
+            self.ledger.reset_peak()
+            return  # this micro-batch changed nothing: the sum of those before it is whole
         self.landed.clear()
+        self.pending = 0
         self.ledger.reset_peak()
