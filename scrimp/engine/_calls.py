@@ -22,11 +22,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from scrimp.chunks._wire import Wire
+from scrimp.engine._world import world_timeout
 from scrimp.errors import MoveError, RunError, ScrimpError
-from scrimp.move._torch_private import default_store, group_timeout
+from scrimp.move._torch_private import default_store
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
@@ -73,7 +73,7 @@ class Calls:
         self._there: set[int] = set()  # ranks that have a record
         if wire.world > 1:
             self._store: Any = default_store()
-            self._timeout = group_timeout(dist.group.WORLD, wire.device) or TIMEOUT
+            self._timeout = world_timeout(wire) or TIMEOUT
             drawn = int.from_bytes(torch.randint(256, (7,), generator=_own(), dtype=torch.uint8).numpy().tobytes(), "big")
             self._key = f"scrimp/calls/{int(wire.from_first(torch.tensor([drawn])))}"  # of this engine alone
 
@@ -196,7 +196,7 @@ def explained(engine: Engine) -> Iterator[None]:
 
 def _is_of_a_move(error: BaseException | None) -> bool:
     """Whether communication failed, or something that follows from that."""
-    while error is not None and not isinstance(error, (MoveError, dist.DistError)):
+    while error is not None and not isinstance(error, MoveError):
         error = error.__cause__
     return error is not None
 

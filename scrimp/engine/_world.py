@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from dataclasses import asdict, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,11 @@ def join_world(device: torch.device) -> Wire:
         return Wire()
     over_gloo = dist.get_backend() == "gloo"
     return Wire(world=dist.get_world_size(), rank=dist.get_rank(), device=torch.device("cpu") if over_gloo else device)
+
+
+def world_timeout(wire: Wire) -> timedelta | None:
+    """Of collectives of all ranks."""
+    return group_timeout(dist.group.WORLD, wire.device)
 
 
 def apart(wire: Wire) -> Wire:
