@@ -258,6 +258,8 @@ def test_groups_that_are_wrong() -> None:
         ([3], "is a int"),
         ([{"params": weights}, ("*", {})], "not both"),
     ]
+    with pytest.raises(RunError, match=r"first argument is 0\.001.*or lr="):
+        AdamW(1e-3)
     for groups, words in cases:
         with pytest.raises(RunError, match=words):
             engine_for(AdamW(groups), model)

@@ -84,6 +84,8 @@ Optimizer = AdamW | SGD
 
 def _normal(groups: Any) -> tuple[tuple[Chosen, Mapping[str, object]], ...]:
     """Every form as pairs; what is given once, as model.parameters() is, is kept."""
+    if isinstance(groups, (str, torch.Tensor)) or not isinstance(groups, Iterable):
+        raise RunError(f"the optimizer's first argument is {groups!r}: give parameters or groups, as torch has it, or lr=...")
     rows = [groups] if isinstance(groups, Mapping) else list(groups)
     if rows and all(isinstance(_tensor(row), torch.Tensor) for row in rows):
         rows = [{"params": rows}]

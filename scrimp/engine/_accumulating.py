@@ -68,21 +68,24 @@ class Accumulating:
 
     def update(self) -> None:
         """Update with the gradients of all calls of `backward` since the last one: clipped and judged as in a step."""
+        called(self._all, "update")
+        with explained(self._all):
+            self._update()
+
+    def _update(self) -> None:
         engine, start = self._all, time.perf_counter()
-        called(engine, "update")
         engine.check_usable()
         if not self.pending:
             why = f": {self._lost}" if self._lost else ""
             raise RunError(f"engine.update() has no gradients{why}; call engine.backward(*batch) first")
-        with explained(engine):
-            engine.rules.begin(engine.steps, engine.optimizer.now(engine.steps))
-            same_settings(engine.wire.every(torch.tensor([engine.rules.digest(engine.steps)])))
-            self.pending, engine.store.pending = 0, False
-            engine.finish()
-            for plan, trace, kept_nbytes in self._traces:
-                engine.planning.use(plan)
-                engine.residents.kept_nbytes = kept_nbytes
-                engine.planning.learn(plan, trace, engine.residents)
+        engine.rules.begin(engine.steps, engine.optimizer.now(engine.steps))
+        same_settings(engine.wire.every(torch.tensor([engine.rules.digest(engine.steps)])))
+        self.pending, engine.store.pending = 0, False
+        engine.finish()
+        for plan, trace, kept_nbytes in self._traces:
+            engine.planning.use(plan)
+            engine.residents.kept_nbytes = kept_nbytes
+            engine.planning.learn(plan, trace, engine.residents)
         engine.seconds = time.perf_counter() - start
         engine.host_seconds = engine.updating.waited()
 

@@ -352,7 +352,7 @@ class SparseExchange:
 
     def _skip(self, engine: Engine, going: Round, bad: str) -> None:
         """Nobody updates anything; what was sent waits again."""
-        warnings.warn(f"step {engine.steps}: {bad}; the update is skipped", stacklevel=4)
+        warnings.warn(f"step {engine.steps}: {bad}; the update is skipped", stacklevel=6)
         engine.skipped += 1
         for layer, shares in enumerate(self._trained):
             data = self.store.direct(layer)

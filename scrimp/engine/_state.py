@@ -90,7 +90,7 @@ def load_state(engine: Engine, folder: str | Path) -> None:
         warnings.warn(
             f"{folder} has {len(manifest.groups)} groups of parameters, the engine has {len(engine.optimizer.param_groups)}: "
             "their learning rates and other settings are not taken from there; set engine.lr",
-            stacklevel=4,
+            stacklevel=3,
         )
     engine.loss_scale.value, engine.loss_scale.good = manifest.loss_scale
     engine.counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}
