@@ -203,5 +203,5 @@ def uneven() -> tuple[list[int], int]:
     for _ in range(30):
         size = int(torch.randint(1, 5, (), generator=draw))
         engine.step(*(tensor[:size] for tensor in zoo.example_batch("gpt-tiny", batch=4, step=0)))
-        traced += engine._traced
+        traced += engine.trace is not None
     return engine.wire.every(torch.tensor([engine.budget.device_nbytes])).flatten().tolist(), traced

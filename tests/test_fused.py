@@ -165,16 +165,16 @@ def test_neighbours_that_are_updated_alike_are_one(grouped: bool) -> None:
     for space in engine.store.table.layers:
         slots = [slot for slot in space.slots if slot.trainable]
         counts = [3 if slot.name.endswith("ln1.weight") else 7 for slot in slots]
-        assert updating._joined(slots, counts) == (slots, counts)  # by torch's tiles and the host each for itself
+        assert updating._joined(slots, counts, 0) == (slots, counts)  # by torch's tiles and the host each for itself
         updating._fused = Fused(None)
-        joined, numbers = updating._joined(slots, counts)
+        joined, numbers = updating._joined(slots, counts, 0)
         updating._fused = None
         found = {}
         for slot, number in zip(joined, numbers, strict=True):
-            found.update(dict.fromkeys(range(slot.start, slot.stop), (number, updating.optimizers[slot.name].weight_decay)))
+            found.update(dict.fromkeys(range(slot.start, slot.stop), (number, updating.rules.of(slot.name, 0).weight_decay)))
         want = {}
         for slot, count in zip(slots, counts, strict=True):
-            want.update(dict.fromkeys(range(slot.start, slot.stop), (count, updating.optimizers[slot.name].weight_decay)))
+            want.update(dict.fromkeys(range(slot.start, slot.stop), (count, updating.rules.of(slot.name, 0).weight_decay)))
         assert found == want
         assert sum(slot.numel for slot in joined) == sum(slot.numel for slot in slots)
         seen += len(slots) - len(joined)

@@ -351,7 +351,7 @@ def test_a_dense_engine_and_a_sparse_one_read_each_others_checkpoints(tmp_path: 
     jobs.steps_of(sparse, "gpt-tiny", range(4))
     sparse.save(folder)
     dense = Engine(
-        zoo.build("gpt-tiny"), optimizer=sparse.optimizer, memory=Memory(device="1GiB"), device="cpu", precision="fp32"
+        zoo.build("gpt-tiny"), optimizer=sparse.optimizer.settings, memory=Memory(device="1GiB"), device="cpu", precision="fp32"
     )
     with pytest.warns(UserWarning, match="had not sent yet is left out"):
         dense.load(folder)

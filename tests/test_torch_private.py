@@ -9,13 +9,17 @@ import torch.distributed as dist
 
 from scrimp.chunks import _profiler_private
 from scrimp.ext.ranks import RankPool
-from scrimp.move._torch_private import all_gather_flat, group_timeout, reduce_scatter_flat
+from scrimp.move._torch_private import all_gather_flat, default_store, group_timeout, reduce_scatter_flat
 
 
 def private_names() -> str | None:
     if group_timeout(dist.group.WORLD, torch.device("cpu")) != timedelta(seconds=60):
         return f"the time-out of a group reads {group_timeout(dist.group.WORLD, torch.device('cpu'))}, not 60 s"
     world, rank = dist.get_world_size(), dist.get_rank()
+    default_store().set(f"private/{rank}", "there")
+    dist.barrier()
+    if default_store().get(f"private/{(rank + 1) % world}") != b"there" or default_store().check(["private/none"]):
+        return "the store of the default group does not keep what was set"
     out = torch.empty(world)
     all_gather_flat(out, torch.tensor([float(rank)]), dist.group.WORLD)
     if out.tolist() != [float(k) for k in range(world)]:

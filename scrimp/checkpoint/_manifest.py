@@ -10,6 +10,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from scrimp.errors import CheckpointError, check_format
 
@@ -51,6 +52,7 @@ class Manifest:
     files: tuple[tuple[str, str], ...]  # name, checksum
     entries: dict[str, Entry]
     state: str = "fp32"  # how the optimizer's states are kept: "int8" means codes and scales
+    groups: tuple[dict[str, Any], ...] = ()  # the settings of the optimizer's groups: lr and others; none in old checkpoints
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
@@ -74,6 +76,7 @@ class Manifest:
             if Path(name).name != name:
                 raise CheckpointError(f"{folder / NAME} names the file '{name}', which is not in its own folder")
         value, good = data.pop("loss_scale")
+        data["groups"] = tuple(data.get("groups", ()))
         return cls(entries=entries, files=files, loss_scale=(value, good), **data)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ def save(
     loss_scale: tuple[float, int],
     rng: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
+    groups: Sequence[Mapping[str, Any]] = (),
     also: Iterable[Named] = (),
 ) -> None:
     """`also`: what else this rank has, by names of its own."""
@@ -57,7 +59,7 @@ def save(
     checksums = wire.every(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     with _together(wire, goal):
         if wire.rank == 0:
-            _finish(goal, work, store, checksums, optimizer, steps, skipped, counts, loss_scale)
+            _finish(goal, work, store, checksums, optimizer, steps, skipped, counts, loss_scale, groups)
 
 
 def _finish(
@@ -70,6 +72,7 @@ def _finish(
     skipped: int,
     counts: Mapping[str, int],
     loss_scale: tuple[float, int],
+    groups: Sequence[Mapping[str, Any]],
 ) -> None:
     manifest = Manifest(
         precision=store.precision,
@@ -81,6 +84,7 @@ def _finish(
         files=tuple((f"rank-{rank}.safetensors", bytes(row.tolist()).hex()) for rank, row in enumerate(checksums)),
         entries=_entries(store, counts),
         state=store.optimizer.state,
+        groups=tuple(map(dict, groups)),
     )
     (work / NAME).write_text(manifest.to_json())
     _flush(work / NAME)

@@ -25,6 +25,7 @@ from scrimp.chunks._settle import kernel_or_reason, triton_at_hand
 
 BLOCK, WARPS = 1024, 8  # four numbers a thread: 16 bytes of fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_KNOWN = 256
 TRIED = 2 * BLOCK + 5  # whole blocks and a rest
 MOST_OTHER = 1 / 512  # of the codes that an ulp may turn, in a trial; with other random bits half of them would differ
 
@@ -93,6 +94,8 @@ class Fused:
         """Made once for all parameters that were updated so often; by the stream that reads it."""
         found = self._known.get(key)
         if found is None or found[0] != count:
+            if len(self._known) >= MOST_KNOWN:  # a scheduler may change betas in every step
+                self._known.clear()
             found = self._known[key] = (count, make())
         return found[1]
 

@@ -32,13 +32,15 @@ def move_home(store: Store, layer: int, place: str) -> None:
         raise
     for tensor in new.tensors:
         store.own(tensor)
-    for target, source in zip(_lasting(new), _lasting(store.homes[layer]), strict=True):
+    old = store.homes[layer]
+    kept = (new.tensors, old.tensors) if store.pending else (_lasting(new), _lasting(old))
+    for target, source in zip(*kept, strict=True):
         carry(target, source)
-    old, store.homes[layer] = store.homes[layer], new
+    store.homes[layer] = new
     if place == DEVICE:
         store.charge_host(layer, old, -1)
         return
-    del old, source  # gone before the ledger is told, or the meter would take them for something else
+    del old, kept, source  # gone before the ledger is told, or the meter would take them for something else
     store.before_change()
     store.charge_device(layer, -1)
     store.drop(layer)
@@ -64,5 +66,5 @@ def _pass_through(store: Store, layer: int, *, through: bool) -> None:
 
 
 def _lasting(home: Home) -> list[torch.Tensor]:
-    """What lasts from step to step: gradients do not."""
+    """What lasts from step to step: gradients do not, once they are used."""
     return [tensor for tensor in home.tensors if tensor is not home.gradients]

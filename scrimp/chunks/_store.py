@@ -68,6 +68,7 @@ class Store:
         self.lanes = Lanes(device)
         self.traffic = Traffic()
         self.accumulate = accumulate
+        self.pending = False  # gradients wait for an update between calls
         self.before_change: Callable[[], None] = lambda: None  # the meter looks before what is held changes
         self.host_room_nbytes: int | None = None  # this rank's share of the host
         self.own: Callable[[torch.Tensor], None] = lambda _: None  # the meter is told what is not for it to count

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from scrimp.chunks._home import DEVICE, Piece
-from scrimp.chunks._optim import AdamW, Optimizer, rate
+from scrimp.chunks._optim import AdamW, rate
+from scrimp.chunks._rules import Rules
 from scrimp.chunks._store import Store
 from scrimp.chunks._update import Updater
 from scrimp.chunks._worker import Gate
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 class Arrivals:
     """`raw`: what came is of gradients, so that the optimizer is still to come."""
 
-    def __init__(self, store: Store, optimizers: dict[str, Optimizer], *, raw: bool) -> None:
-        self.store, self.optimizers, self._raw = store, optimizers, raw
+    def __init__(self, store: Store, rules: Rules, *, raw: bool) -> None:
+        self.store, self.rules, self._raw = store, rules, raw
 
     def norm(self, came: Round, shares: Iterable[Share], step: int) -> float:
         """Of all that came, as gradients: what was kept back has its learning rate with it."""
         total = torch.zeros((), dtype=torch.float64)
         for share in shares:
             rows, bucket, part = came.rows(share.name)
-            lr = 1.0 if part.whole or self._raw else float(rate(self.optimizers[share.slot.name], step))
+            lr = 1.0 if part.whole or self._raw else float(rate(self.rules.of(share.slot.name, step), step))
             for _, mean in mean_pieces(rows, bucket, part) if lr else ():
                 norm = torch.linalg.vector_norm(mean, dtype=torch.float64).cpu() / lr
                 total += norm * norm
@@ -88,13 +89,13 @@ class Arrivals:
         for span, mean in mean_pieces(*came.rows(share.name)):
             gradient = mean if scale == 1 else mean.mul_(scale)
             here = replace(piece, gradient=gradient) if span.stop - span.start == share.numel else _part(piece, span, gradient)
-            updater.apply(self.optimizers[share.slot.name], step, count, here, None, own_master=own_master)
+            updater.apply(self.rules.of(share.slot.name, step), step, count, here, None, own_master=own_master)
 
     def _subtract(
         self, came: Round, step: int, share: Share, piece: Piece, scale: float, *, own_master: bool, stood: bool
     ) -> None:
         """What ranks made of their own gradients. Where a gradient `stood`, all of the weight is written anew."""
-        optimizer = self.optimizers[share.slot.name]
+        optimizer = self.rules.of(share.slot.name, step)
         decay = float(rate(optimizer, step)) * optimizer.weight_decay if isinstance(optimizer, AdamW) else 0.0
         if decay and came.present_anywhere(share.name):  # as torch leaves alone what has no gradient
             piece.master.mul_(1 - decay)  # the same on all ranks, so it need not travel

@@ -97,7 +97,7 @@ class DenseExchange:
         if verdict.bad is not None and (engine.skip_nonfinite or scale.dynamic):
             if not scale.dynamic:
                 words = f"step {engine.steps}: gradient of {verdict.bad} is not finite; the update is skipped"
-                warnings.warn(words, stacklevel=4)
+                warnings.warn(words, stacklevel=6)
             return False
         engine.norm, self._scale = verdict.norm, verdict.scale
         return True

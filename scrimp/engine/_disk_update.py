@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from scrimp.chunks._home import DISK, Piece
-from scrimp.chunks._optim import Optimizer
+from scrimp.chunks._rules import Rules
 from scrimp.chunks._spill_queue import requests
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
@@ -61,12 +61,12 @@ class _Tile:
 class DiskUpdates:
     """`seconds` and `numel` are what the worker has spent here, and on how many elements."""
 
-    def __init__(self, store: Store, worker: Worker, updater: Updater, optimizers: dict[str, Optimizer]) -> None:
+    def __init__(self, store: Store, worker: Worker, updater: Updater, rules: Rules) -> None:
         self.seconds, self.numel = 0.0, 0
         self._store = store
         self._worker = worker
         self._updater = updater
-        self._optimizers = optimizers
+        self._rules = rules
         self._changed = threading.Condition()
         self._waiting: list[tuple[int, int, _Tile]] = []
         self._count = itertools.count()
@@ -184,7 +184,7 @@ class DiskUpdates:
         try:
             start = time.perf_counter()
             for slot, count, piece, own_master in self._pieces(tile, stage):
-                optimizer = self._optimizers[slot.name]
+                optimizer = self._rules.of(slot.name, update.step)
                 self._updater.apply(optimizer, update.step, count, piece, update.scale, own_master=own_master)
                 self.numel += piece.master.numel()
             self.seconds += time.perf_counter() - start

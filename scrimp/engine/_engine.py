@@ -12,10 +12,9 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,19 +22,23 @@ from torch import nn
 
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._meter import CpuMeter
-from scrimp.chunks._optim import AdamW, Optimizer, by_parameter
+from scrimp.chunks._optim import AdamW, Optimizer, grouped
 from scrimp.chunks._rates import measure
+from scrimp.chunks._residency import Moment
+from scrimp.chunks._rules import Rules
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
+from scrimp.engine._accumulating import Accumulating
 from scrimp.engine._advice import check_landing, check_loss, does_not_fit
 from scrimp.engine._again import StepAgain
-from scrimp.engine._batch import loss_of, parts, signature, to_device
-from scrimp.engine._bound import Bound, bound
+from scrimp.engine._batch import Signature, loss_of, parts, signature, to_device
+from scrimp.engine._between import Between
+from scrimp.engine._calls import Calls, called, explained
 from scrimp.engine._dense import DenseExchange
-from scrimp.engine._evaluate import evaluate
 from scrimp.engine._fit import first_places
 from scrimp.engine._forward import Recompute, watch_layers
-from scrimp.engine._full_parameters import full_parameters
+from scrimp.engine._groups import named
+from scrimp.engine._handle import Handle
 from scrimp.engine._hooks import Hooks, landing, run_hooks
 from scrimp.engine._interrupts import Interrupts, in_one_piece
 from scrimp.engine._judge import LossScale
@@ -47,7 +50,6 @@ from scrimp.engine._running import running
 from scrimp.engine._settings import check_exchange, pick_device, validate
 from scrimp.engine._sparse import SparseExchange
 from scrimp.engine._stand_ins import StandIns
-from scrimp.engine._state import iter_state, load_state, save_state
 from scrimp.engine._strays import Strays, StraysInBackward
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._undo import Undo
@@ -63,7 +65,7 @@ from scrimp.layout import Mesh
 from scrimp.ledger import Books, Ledger
 
 
-class Engine:
+class Engine(Between, Accumulating):
     """Trains any eager module within a device budget. The model is taken over: its parameters live in the engine.
 
     `weights`: values for a model, perhaps on meta: a state dict, a .safetensors file, a Hugging Face folder. `precision`:
@@ -95,7 +97,7 @@ class Engine:
         validate(model, optimizer, memory, precision, accumulate, recompute, clip_norm)
         check_exchange(exchange, optimizer or AdamW(), precision, memory)
         self.model = model
-        self.optimizer = optimizer or AdamW()
+        settings = named(optimizer or AdamW(), model)
         self.precision = precision
         self.clip_norm = clip_norm
         self.skip_nonfinite = skip_nonfinite
@@ -104,6 +106,7 @@ class Engine:
         self.cast_inputs = cast_inputs  # floating-point tensors of a batch, to the precision of the weights
         self.device = pick_device(device)
         self.wire = join_world(self.device)
+        self.calls = Calls(self.wire)
         self.budget = least_of_all(self.wire, resolve(memory or Memory(), self.device))
         self.ledger = Books(device=Ledger(tier=str(self.device)))
         self.steps, self.skipped = 0, 0
@@ -113,12 +116,14 @@ class Engine:
         rates = agreed(self.wire, measure(self.device))
         sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
         table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
+        groups = grouped(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
+        self.rules = Rules(groups)
         here = ranks_here(self.wire)
         places = first_places(
             table,
             self.budget,
             precision=precision,
-            optimizer=self.optimizer,
+            optimizer=settings,
             accumulate=accumulate,
             world=sharing.world,
             ranks_here=here,
@@ -128,7 +133,7 @@ class Engine:
             table,
             precision=precision,
             device=self.device,
-            optimizer=self.optimizer,
+            optimizer=settings,
             accumulate=accumulate,
             books=self.ledger,
             wire=sharing,
@@ -157,8 +162,7 @@ class Engine:
         self.meter.begin()
         for tensor in [*(t for home in self.store.homes for t in home.tensors), *self.store.flats, *model.buffers()]:
             self.meter.ignore(tensor)
-        optimizers = by_parameter(self.optimizer, [s.name for layer in table.layers for s in layer.slots if s.trainable])
-        self.updating = Updating(self.store, optimizers, self.meter, staged=precision != "fp32" or clip_norm is not None)
+        self.updating = Updating(self.store, self.rules, self.meter, staged=precision != "fp32" or clip_norm is not None)
         self.store.own = self.meter.ignore
         self._undo = Undo(model, self.device)
         self.interrupts = Interrupts()
@@ -173,17 +177,21 @@ class Engine:
         self.updating.saw = self.planning.saw_update
         self.exchanging: DenseExchange | SparseExchange = DenseExchange()
         if isinstance(exchange, Sparse):
-            self.exchanging = SparseExchange(exchange, self.store, optimizers, across)
+            self.exchanging = SparseExchange(exchange, self.store, self.rules, across)
             self.planning.residuals, self.planning.sending_nbytes = self.exchanging.residuals, self.exchanging.sending_nbytes()
         self.closed = False
         self.broken: str | None = None  # why the weights are not those of any step
         self._backward = False
         self.landed: dict[str, tuple[int, Slot]] = {}
+        self._part_landed: set[str] = set()  # of the micro-batch that runs
+        self.trace: list[Moment] | None = None  # of the last forward and backward, if they were traced
         self._traffic = astuple(self.store.traffic)  # at the start of the last step
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(landing(weakref.ref(self)))  # type: ignore[no-untyped-call]
         self.stand_ins = StandIns(model, self.weights, taken, self._hooks, self.device)
+        of_name = dict(model.named_parameters(remove_duplicate=False))
+        self.optimizer = Handle(settings, [(first, [of_name[name] for name in names]) for first, names in groups])
 
     # The step.
 
@@ -191,15 +199,30 @@ class Engine:
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on this rank's whole batch; the mean loss, detached. Modules are in the modes that they are in. A step
         that fails before its update leaves everything as it was; one that fails in it leaves nothing to go on from."""
+        called(self, "step")
+        with explained(self):
+            return self._step(args, kwargs)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         start = time.perf_counter()
         self.check_usable()
         warn_of_eval(self.model, self.steps)
-        self.updating.check_rates(self.steps)
-        key = signature(args, kwargs)
+        self.rules.begin(self.steps, self.optimizer.now(self.steps))
         self.planning.judged = self.must_judge
+        self.planning.call = [*self.calls.row, self.rules.digest(self.steps)]
+        plan, loss = self.gradients(signature(args, kwargs), args, kwargs)
+        self.finish()
+        self.planning.learn(plan, self.trace, self.residents)
+        self.seconds = time.perf_counter() - start
+        self.host_seconds = self.updating.waited()
+        return loss
+
+    def gradients(self, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, torch.Tensor]:
+        """Of a whole batch in `accumulate` parts, or of one part with those that are `pending`."""
         try:
-            share_buffers(self.wire, self.model)
-            self.exchanging.meet(self)
+            if not self.pending:
+                share_buffers(self.wire, self.model)
+                self.exchanging.meet(self)
         except MoveError as error:
             raise self._named(error) from error
         reason: FitError | None
@@ -234,6 +257,10 @@ class Engine:
                 raise reason
         self._undo.done(tracing=plan.choice is None)
         self.residents.timing.end()
+        return plan, loss
+
+    def finish(self) -> None:
+        """Update with the gradients that are there."""
         try:
             self.exchanging.finish(self)
         except BaseException as error:
@@ -242,26 +269,25 @@ class Engine:
                 raise self._named(error) from error
             raise
         self.steps += 1
-        self.planning.learn(plan, self._trace if self._traced else None, self.residents)
-        self.seconds = time.perf_counter() - start
-        self.host_seconds = self.updating.waited()
-        return loss
+        self.optimizer.counted()
 
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self.landed.clear()
-        self.exchanging.begin(self)
-        losses = []
+        self._part_landed = set()
+        if not self.pending:
+            self.landed.clear()
+            self.exchanging.begin(self)
+        losses, count = [], 1 if self.accumulating else self.accumulate
         self._traffic = astuple(self.store.traffic)
         try:
             with running(self, args, kwargs, self._watched.step(plan)), no_caches(self.model):
                 schedule = plan.choice.schedule if plan.choice else None
                 self.residents.begin_step(self.steps, schedule, plan.expected, looking=self._watched.looking)
-                for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, self.accumulate)):
-                    self.last_part = k == self.accumulate - 1
+                for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, count)):
+                    self.last_part = k == count - 1 and not self.accumulating
                     losses.append(self._forward_backward(part_args, part_kwargs))
                     self.residents.retire_rest()
-                traced, self._trace = self.residents.end_step()
-                self._traced = self._watched.learn(plan, self._trace, traced=traced)
+                traced, moments = self.residents.end_step()
+                self.trace = moments if self._watched.learn(plan, moments, traced=traced) else None
                 if not self.landed:
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
@@ -269,7 +295,7 @@ class Engine:
         return torch.stack(losses).mean()
 
     def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self._part_landed: set[str] = set()
+        self._part_landed = set()
         args, kwargs = to_device(args, kwargs, self.device, self.input_dtype)
         looking = self.strays if self.strays.found or self.residents.tracing else nullcontext()
         again = self._strays_again if self._strays_again.layers or self.residents.tracing else nullcontext()
@@ -319,53 +345,9 @@ class Engine:
         """No update before all gradients were looked at."""
         return self.skip_nonfinite or self.loss_scale.dynamic or self.clip_norm is not None
 
-    # Looking at it.
-
-    @in_one_piece
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward without gradients, through the same residency; the model is in eval mode meanwhile."""
-        self.check_usable()
-        return evaluate(self, args, kwargs)
-
     @property
     def input_dtype(self) -> torch.dtype | None:
         return self.store.dtype if self.cast_inputs else None
-
-    def bound(self) -> Bound:
-        """The least traffic and time of a step like the last one, beside what it took. The first call measures the machine."""
-        return bound(self)
-
-    def full_parameters(self, *names: str) -> AbstractContextManager[nn.Module]:
-        """`with engine.full_parameters() as model:` puts fp32 masters on the host into the model, to read and edit. At the end
-        of the block the engine writes what changed to master and weight. `names` are patterns such as "head.*": the others
-        stay out. With several ranks every rank enters, and makes the same edits."""
-        return full_parameters(self, names)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
-        state = {}
-        for name, tensor in self.iter_state():
-            if self.wire.rank == 0:
-                state[name] = tensor
-        return state
-
-    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter in fp32 by every name it has, and every buffer; every rank gets all of them, one at a time."""
-        return iter_state(self)
-
-    def save(self, folder: str | Path) -> None:
-        """Write a checkpoint: weights, masters, states, step and random state; complete or not there at all."""
-        save_state(self, folder)
-
-    def load(self, folder: str | Path) -> None:
-        """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with."""
-        load_state(self, folder)
-
-    def check_open(self) -> None:
-        if self.closed:
-            raise RunError(
-                "the engine is closed: only its state can be read (state_dict, iter_state, save); build a new Engine to go on"
-            )
 
     def check_usable(self, *, reading: bool = False) -> None:
         """`reading`: for what a closed engine can do too."""
@@ -382,28 +364,6 @@ class Engine:
     def wait(self) -> None:
         """Until the updates that run beside the steps are done."""
         self.store.wait()
-
-    @in_one_piece
-    def close(self) -> None:
-        """End training for good: the engine frees the device, lifts the cap on the allocator and ends its threads. The host keeps
-        the state, as far as there is room for it, and it can still be read and saved. A second call does nothing."""
-        if self.closed:
-            return
-        self.closed = True
-        self.residents.abandon()
-        with suppress(RunError):  # what failed in the background was, or will be, raised by who asks for the state
-            self.planning.homes_back(for_good=True)
-            self.wait()
-        self.exchanging.close()
-        self.updating.end()
-        self.meter.close()
-
-    def __enter__(self) -> Engine:
-        self.check_open()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
 
     # Parts.
 
@@ -440,5 +400,9 @@ class Engine:
         except BaseException as error:
             self.broken = f"step {self.steps} failed, and so did undoing it ({error})"
             raise
+        if self.pending and not self._part_landed:
+            self.ledger.reset_peak()
+            return  # this micro-batch changed nothing: the sum of those before it is whole
         self.landed.clear()
+        self.pending = 0
         self.ledger.reset_peak()

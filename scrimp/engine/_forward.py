@@ -62,7 +62,8 @@ class _Forward:
         if not self.residents.active:
             raise RunError(
                 f"layer '{self.residents.store.table.layers[self.layer].path}' was called outside of the engine, where its "
-                "weights are not there; call engine.step(*batch), or engine.evaluate(*batch) for a forward without gradients"
+                "weights are not there; call engine.step(*batch), engine.evaluate(*batch) for a forward without gradients, "
+                "or engine.evaluate(function, ...) for a function that calls it"
             )
         if self.layer in self.recompute.again and torch.is_grad_enabled():
             self.mark_end(args, kwargs)

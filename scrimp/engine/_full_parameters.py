@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from scrimp.chunks._table import Slot
+from scrimp.engine._calls import called
 from scrimp.engine._state import full_values
 from scrimp.errors import FitError, RunError
 from scrimp.ledger import format_nbytes
@@ -28,6 +29,7 @@ Chosen = dict[int, tuple[int, Slot]]  # by the id of the weight: its layer and s
 
 @contextmanager
 def full_parameters(engine: Engine, patterns: tuple[str, ...]) -> Iterator[nn.Module]:
+    called(engine, "full_parameters")
     engine.check_usable()
     chosen = _chosen(engine, patterns)
     nbytes = sum(4 * slot.numel for _, slot in chosen.values())

@@ -67,20 +67,12 @@ class Hooks:
     def of(self, weight: torch.Tensor) -> list[Hook]:
         return [*self._by_weight.get(id(weight), {}).values()]
 
-    def check_one_backward(self) -> None:
-        """Before a second backward of the same update."""
-        if any(self._by_weight.values()):
-            self._refuse("a parameter")
-
     def _check(self, name: str) -> None:
         if self._micro_batches > 1:
-            self._refuse(name)
-
-    def _refuse(self, name: str) -> None:
-        raise RunError(
-            f"{name} has a post-accumulate hook, and gradients are accumulated over several micro-batches: the hook would see "
-            "each part alone, where PyTorch shows it their sum. Use accumulate=1, or register_hook, which sees parts in both"
-        )
+            raise RunError(
+                f"{name} has a post-accumulate hook, and gradients are accumulated over several micro-batches: the hook would "
+                "see each part alone, where PyTorch shows it their sum. Use accumulate=1, or register_hook, which sees parts too"
+            )
 
 
 def run_hooks(hooks: list[Hook], parameter: torch.Tensor, name: str) -> bool:

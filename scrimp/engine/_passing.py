@@ -14,7 +14,7 @@ import torch
 from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._home import Piece
 from scrimp.chunks._meter import CpuMeter
-from scrimp.chunks._optim import Optimizer
+from scrimp.chunks._rules import Rules
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._through import Part, Through, tiles
@@ -29,7 +29,7 @@ class _Pass:
     store: Store
     through: Through
     updater: Updater
-    optimizers: dict[str, Optimizer]
+    rules: Rules
     layer: int
     slots: list[Slot]
     counts: list[int]
@@ -44,7 +44,7 @@ class _Pass:
             passed.nearly_up.synchronize()
 
     def _apply(self, part: Part, piece: Piece) -> None:
-        self.updater.apply(self.optimizers[part.slot.name], self.step, part.count, piece, self.scale, own_master=False)
+        self.updater.apply(self.rules.of(part.slot.name, self.step), self.step, part.count, piece, self.scale, own_master=False)
 
 
 def largest_numel(store: Store) -> int:
@@ -52,9 +52,9 @@ def largest_numel(store: Store) -> int:
 
 
 class Passing:
-    def __init__(self, store: Store, optimizers: dict[str, Optimizer], meter: CpuMeter | CudaMeter, updater: Updater) -> None:
+    def __init__(self, store: Store, rules: Rules, meter: CpuMeter | CudaMeter, updater: Updater) -> None:
         self.store = store
-        self._optimizers = optimizers
+        self._rules = rules
         self._updater = updater
         self._through = Through(store.device, store.optimizer.states + 1, largest_numel(store))
         for tensor in (tensor for stage in self._through.stages for tensor in stage):
@@ -80,7 +80,7 @@ class Passing:
             store=self.store,
             through=self._through,
             updater=self._updater,
-            optimizers=self._optimizers,
+            rules=self._rules,
             layer=layer,
             slots=slots,
             counts=counts,

@@ -24,6 +24,7 @@ from scrimp.chunks._store import Store
 from scrimp.chunks._through import stages_nbytes
 from scrimp.chunks._wire import Wire
 from scrimp.engine._batch import Signature, covers
+from scrimp.engine._calls import same_calls, same_settings
 from scrimp.engine._forward import Recompute
 from scrimp.engine._passing import largest_numel
 from scrimp.engine._probe import beside_updates
@@ -65,6 +66,7 @@ class Planning:
         self.stage_nbytes = 0  # what an update on the device needs besides
         self.overlapped = store.lanes.overlapped
         self.judged = True  # no update before all gradients were looked at
+        self.call = [0, 0, 0]  # that this rank is in, by `Calls.row`, and a digest of its optimizer's settings
         self.passing: Callable[[bool], None] = lambda on: None  # makes the stages for it, or gives them back
         self.typical = True  # the batch has the very shape that was planned for last
         self.current: Planned | None = None
@@ -90,6 +92,12 @@ class Planning:
             while len(self._plans) >= MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
             plan = self._plans[key] = Planned(kept=frozenset() if self.mode == "all" else None)
+        self.use(plan)
+        self.typical = plan is self._digested and self._plans.get(key) is plan
+        return plan
+
+    def use(self, plan: Planned) -> None:
+        """Recompute as the plan says."""
         everything = self.recompute.recomputable
         if self.mode == "none":
             self.recompute.again = frozenset()
@@ -97,8 +105,6 @@ class Planning:
             self.recompute.again = everything - (plan.kept or frozenset())
         self.recompute.parked = plan.parked
         self.current = plan
-        self.typical = plan is self._digested and self._plans.get(key) is plan
-        return plan
 
     def spare(self, plan: Planned) -> bool:
         """After a step that did not fit: whether there is a way that takes less."""
@@ -355,7 +361,10 @@ class Planning:
         kinds = repr([(dtype, len(shape)) for dtype, shape in signature])
         digest = int.from_bytes(hashlib.blake2b(kinds.encode(), digest_size=7).digest(), "big")
         sizes = [size for _, shape in signature for size in shape][:MOST_SIZES]
-        rows = wire.every(torch.tensor([digest, *sizes, *[0] * (MOST_SIZES - len(sizes))]))
+        rows = wire.every(torch.tensor([*self.call, digest, *sizes, *[0] * (MOST_SIZES - len(sizes))]))
+        same_calls(rows[:, :2])
+        same_settings(rows[:, 2])
+        rows = rows[:, 3:]
         if not bool((rows[:, 0] == digest).all()) or len(sizes) == MOST_SIZES:
             return rows.numpy().tobytes()
         largest = iter(rows.amax(0).tolist()[1:])

@@ -20,7 +20,6 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
-from scrimp.chunks._optim import rate
 from scrimp.engine._metrics import MetricsFile
 from scrimp.errors import RunError
 from scrimp.ledger import format_nbytes
@@ -124,7 +123,7 @@ class Progress:
         before = self._traffic
         self._count_traffic()
         up, down, read, written = (after - b for after, b in zip(self._traffic, before, strict=True))
-        lr = rate(engine.optimizer, step)
+        lr = engine.rules.groups(step)[0].lr
         return Reading(
             step=step,
             loss=loss.detach() if isinstance(loss, torch.Tensor) else loss,

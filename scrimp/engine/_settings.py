@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,8 @@ def check_exchange(exchange: Dense | Sparse | None, optimizer: Optimizer, precis
         raise RunError(
             f"AdamW(state={optimizer.state!r}) with Sparse is not possible: states are read entry by entry; use 'fp32'"
         )
-    for given in (vars(optimizer), *(overrides for _, overrides in optimizer.groups)):
+    groups: Any = optimizer.groups
+    for given in (vars(optimizer), *(overrides for _, overrides in groups)):
         for name in ("nesterov", "dampening"):
             if given.get(name):
                 raise RunError(f"SGD({name}={given[name]!r}) with Sparse is not possible: momentum is taken before the exchange")

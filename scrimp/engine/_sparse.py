@@ -17,7 +17,8 @@ import torch
 
 from scrimp.checkpoint import Named
 from scrimp.chunks._home import DEVICE, Opened, Piece
-from scrimp.chunks._optim import SGD, AdamW, Optimizer, rate
+from scrimp.chunks._optim import SGD, AdamW, rate
+from scrimp.chunks._rules import Rules
 from scrimp.chunks._store import DTYPES, Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._wire import Wire
@@ -42,8 +43,8 @@ LOOKING_NBYTES = 24  # for each element of a piece: residual, magnitudes, and wh
 
 
 class SparseExchange:
-    def __init__(self, settings: Sparse, store: Store, optimizers: dict[str, Optimizer], wire: Wire) -> None:
-        self.settings, self.store, self.optimizers = settings, store, optimizers
+    def __init__(self, settings: Sparse, store: Store, rules: Rules, wire: Wire) -> None:
+        self.settings, self.store, self.rules = settings, store, rules
         self._trained = shares_of(store)
         self._of_slot = {share.slot.name: share for shares in self._trained for share in shares}  # where each has just one
         self._here = {share.slot.name for shares in self._trained for share in shares}  # others in this node have the others
@@ -61,7 +62,7 @@ class SparseExchange:
             store.consumed = store.consumed and any(home.place == DEVICE for home in store.homes)
         self.residuals = Residuals(store, settings, wire.rank, self._kept_back())
         store.moved, store.beside_nbytes = self.residuals.settle, self.residuals.beside_nbytes
-        self._arrivals = Arrivals(store, optimizers, raw=self._raw)
+        self._arrivals = Arrivals(store, rules, raw=self._raw)
         self._messages = 0
         apart = store.device.type == "cuda" and wire.world > 1
         self._stream = torch.cuda.Stream(store.device) if apart else None  # type: ignore[no-untyped-call]
@@ -297,8 +298,8 @@ class SparseExchange:
                 going.put(share.name, positions, gradient if flag is None else gradient.to(dtype).masked_fill(~flag, 0))
                 self._sums.pop(share.name, None)
         else:
-            piece, optimizer = share.piece(data), self.optimizers[share.slot.name]
-            kept = self._kept(share, piece)
+            piece, optimizer = share.piece(data), self.rules.of(share.slot.name, step)
+            kept = self._kept(share, piece, step)
             lr = 1.0 if self._raw else float(rate(optimizer, step))
             if first and optimizer.weight_decay and not self._raw and not isinstance(optimizer, AdamW):
                 gradient = gradient.float().add(piece.master, alpha=optimizer.weight_decay)
@@ -323,8 +324,8 @@ class SparseExchange:
         self._sound[name] = sound if first else sound & self._sound[name]
         return self._sound[name]
 
-    def _kept(self, share: Share, piece: Piece) -> Kept:
-        optimizer, rest = self.optimizers[share.slot.name], self.residuals.of(share.name)
+    def _kept(self, share: Share, piece: Piece, step: int) -> Kept:
+        optimizer, rest = self.rules.of(share.slot.name, step), self.residuals.of(share.name)
         rule: Rule = Momentum(momentum=0.0)
         if isinstance(optimizer, AdamW) and not self._raw:
             rule = Adaptive(betas=optimizer.betas, eps=optimizer.eps)
@@ -351,13 +352,13 @@ class SparseExchange:
 
     def _skip(self, engine: Engine, going: Round, bad: str) -> None:
         """Nobody updates anything; what was sent waits again."""
-        warnings.warn(f"step {engine.steps}: {bad}; the update is skipped", stacklevel=4)
+        warnings.warn(f"step {engine.steps}: {bad}; the update is skipped", stacklevel=6)
         engine.skipped += 1
         for layer, shares in enumerate(self._trained):
             data = self.store.direct(layer)
             for share in shares:
                 if share.name in going.present and not going.part(share.name).whole:
-                    self._kept(share, share.piece(data)).give_back(*going.mine(share.name))
+                    self._kept(share, share.piece(data), engine.steps).give_back(*going.mine(share.name))
         restore_all(self.store, engine.landed.values())
 
     # Looking after it.

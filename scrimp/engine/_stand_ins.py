@@ -148,7 +148,8 @@ class StandIns:
         if not self._inside:
             raise RunError(
                 "the model was called outside of the engine, and its weights are not in it between steps: "
-                "call engine.step(*batch) to train, engine.evaluate(*batch) for a forward without gradients"
+                "call engine.step(*batch) to train, engine.evaluate(*batch) for a forward without gradients, "
+                "engine.evaluate(function, ...) for a function that calls the model, such as model.generate"
             )
 
     def _asked(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

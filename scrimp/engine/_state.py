@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,8 @@ def save_state(engine: Engine, folder: str | Path) -> None:
     save(
         folder,
         engine.store,
-        optimizer=type(engine.optimizer).__name__,
+        optimizer=type(engine.store.optimizer).__name__,
+        groups=engine.optimizer.saved(),
         steps=engine.steps,
         skipped=engine.skipped,
         counts=engine.counts,
@@ -70,11 +72,13 @@ def load_state(engine: Engine, folder: str | Path) -> None:
         engine.broken = engine.broken or str(error)
     engine.updating.renew()
     engine.residents.abandon()
+    if engine.pending:
+        engine.discard()
     for layer in range(len(engine.store.homes)):
         engine.store.settled(layer)
     try:
         manifest, random, buffers = load(
-            folder, engine.store, optimizer=type(engine.optimizer).__name__, also=partial(engine.exchanging.load, engine)
+            folder, engine.store, optimizer=type(engine.store.optimizer).__name__, also=partial(engine.exchanging.load, engine)
         )
     except CheckpointError:  # found before anything was written
         raise
@@ -83,6 +87,13 @@ def load_state(engine: Engine, folder: str | Path) -> None:
         raise
     engine.broken = None
     engine.steps, engine.skipped = manifest.steps, manifest.skipped
+    engine.rules.forget()
+    if manifest.groups and not engine.optimizer.load(manifest.groups):
+        warnings.warn(
+            f"{folder} has {len(manifest.groups)} groups of parameters, the engine has {len(engine.optimizer.param_groups)}: "
+            "their learning rates and other settings are not taken from there; set engine.lr",
+            stacklevel=3,
+        )
     engine.loss_scale.value, engine.loss_scale.good = manifest.loss_scale
     engine.counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}
     for name, buffer in persistent(engine.model).items():

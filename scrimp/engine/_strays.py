@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from scrimp.chunks._dispatch_private import PlainMode
 from scrimp.engine._resident import Residents
 
+VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that make a view of a tensor, and need its values to be there
+
 
 class Strays(TorchFunctionMode):
     def __init__(self, residents: Residents) -> None:
@@ -22,8 +24,7 @@ class Strays(TorchFunctionMode):
         self.found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A look at a weight's shape or dtype is no use of it.
-        if not self.residents.moving and getattr(func, "__name__", "") != "__get__":
+        if not self.residents.moving and not _looks(func):
             for argument in args:
                 self._look(argument)
             for argument in (kwargs or {}).values():
@@ -39,6 +40,11 @@ class Strays(TorchFunctionMode):
         elif isinstance(argument, (list, tuple)):
             for item in argument:
                 self._look(item)
+
+
+def _looks(func: Any) -> bool:
+    """A look at a weight's shape or dtype is no use of it."""
+    return getattr(func, "__name__", "") == "__get__" and getattr(func.__self__, "__name__", "") not in VIEWS
 
 
 class StraysInBackward(PlainMode):

@@ -14,7 +14,7 @@ from scrimp.chunks._cuda_meter import CudaMeter
 from scrimp.chunks._fused import fused, kinds
 from scrimp.chunks._home import DEVICE, DISK, THROUGH, Opened
 from scrimp.chunks._meter import CpuMeter
-from scrimp.chunks._optim import Optimizer, rate
+from scrimp.chunks._rules import Rules
 from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.chunks._update import Updater, stage_numel
@@ -29,9 +29,9 @@ LAST = 1 << 30  # after all layers
 class Updating:
     """`staged`: gradients are cast or scaled on their way."""
 
-    def __init__(self, store: Store, optimizers: dict[str, Optimizer], meter: CpuMeter | CudaMeter, *, staged: bool) -> None:
+    def __init__(self, store: Store, rules: Rules, meter: CpuMeter | CudaMeter, *, staged: bool) -> None:
         self.store = store
-        self.optimizers = optimizers
+        self.rules = rules
         self.meter = meter
         slots = [slot for layer in store.table.layers for slot in layer.slots if slot.trainable]
         self._state = store.optimizer.state
@@ -39,7 +39,7 @@ class Updating:
         self._host = Updater(torch.device("cpu"), self._largest, state=self._state)
         meter.ignore(self._host.stage)
         dtypes = {store.dtype_of(layer) for layer in range(len(store.table.layers))}
-        self._fused = fused(store.device, kinds(optimizers.values(), dtypes))
+        self._fused = fused(store.device, kinds(rules.first, dtypes))
         self._hire()
         self.saw: Callable[[int, float], None] = lambda nbytes, seconds: None
         self._numel, self._seconds = 0, 0.0
@@ -50,7 +50,7 @@ class Updating:
     def _hire(self) -> None:
         self.worker = Worker("the host's update")
         self.close = weakref.finalize(self, self.worker.close)  # at exit too: the thread must not outlive torch
-        self._disk = DiskUpdates(self.store, self.worker, self._host, self.optimizers)
+        self._disk = DiskUpdates(self.store, self.worker, self._host, self.rules)
 
     def renew(self) -> None:
         """After a failure, when all homes are about to be written anew; otherwise what was begun is finished."""
@@ -77,7 +77,7 @@ class Updating:
         model's."""
         if on and self._passing is None:
             assert self._state == "fp32"  # what passes is masters and states of one type; planning takes no others
-            self._passing = Passing(self.store, self.optimizers, self.meter, self._on_device())
+            self._passing = Passing(self.store, self.rules, self.meter, self._on_device())
         elif not on and self._passing is not None:
             self._passing.let_go()
             self._passing = None
@@ -110,7 +110,7 @@ class Updating:
             for layer in there:
                 slots = by_layer[layer]
                 with self.store.opened(layer) as data:
-                    self._layer(updater, data, *self._joined(slots, self.numbers(slots, counts)), step, factor)
+                    self._layer(updater, data, *self._joined(slots, self.numbers(slots, counts), step), step, factor)
                 self.store.settled(layer)
             self.store.ledger.free("temporaries", updater.stage.nbytes)
         self.worker.submit(LAST, self._report, self._begun)
@@ -150,9 +150,9 @@ class Updating:
             for piece in data.pieces(slot):
                 for state in piece.states if number == 1 else ():
                     state.zero_()  # it is, coded or not, but all threads touch its pages so; the kernel's blocks are too small
-                updater.apply(self.optimizers[slot.name], step, number, piece, scale, own_master=data.own_master)
+                updater.apply(self.rules.of(slot.name, step), step, number, piece, scale, own_master=data.own_master)
 
-    def _joined(self, slots: list[Slot], numbers: list[int]) -> tuple[list[Slot], list[int]]:
+    def _joined(self, slots: list[Slot], numbers: list[int], step: int) -> tuple[list[Slot], list[int]]:
         """For the device's kernel, which treats every element alike: neighbours that are updated in the same way are one.
         Not with coded states, whose rounding knows an element's place in its parameter."""
         if self._fused is None or self._state != "fp32":
@@ -160,22 +160,15 @@ class Updating:
         found: list[tuple[Slot, int]] = []
         for slot, number in sorted(zip(slots, numbers, strict=True), key=lambda row: row[0].start):
             last = found[-1] if found else None
-            if last is not None and last[0].stop == slot.start and last[1] == number and self._alike(last[0], slot):
+            if last is not None and last[0].stop == slot.start and last[1] == number and self._alike(last[0], slot, step):
                 joined = last[0].numel + slot.numel
                 found[-1] = (replace(last[0], shape=(joined,)), number)
             else:
                 found.append((slot, number))
         return [slot for slot, _ in found], [number for _, number in found]
 
-    def _alike(self, one: Slot, other: Slot) -> bool:
-        return self.optimizers[one.name] == self.optimizers[other.name]
-
-    def check_rates(self, step: int) -> None:
-        """Ask for the learning rates before anything has happened, in case asking fails."""
-        for optimizer in {id(optimizer.lr): optimizer for optimizer in self.optimizers.values()}.values():
-            value = rate(optimizer, step)
-            if not 0 <= value < float("inf"):
-                raise RunError(f"the learning rate of step {step} is {value!r}")
+    def _alike(self, one: Slot, other: Slot, step: int) -> bool:
+        return self.rules.of(one.name, step) == self.rules.of(other.name, step)
 
     def numbers(self, slots: list[Slot], counts: dict[str, int]) -> list[int]:
         """How often each was updated, this time included."""

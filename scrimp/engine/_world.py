@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from dataclasses import asdict, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import nn
 from scrimp.chunks._costs import Rates
 from scrimp.chunks._wire import Wire
 from scrimp.engine._memory import Budget
-from scrimp.errors import RunError
+from scrimp.errors import MoveError, RunError
 from scrimp.layout import Mesh
 from scrimp.move._torch_private import group_timeout
 
@@ -28,6 +29,11 @@ def join_world(device: torch.device) -> Wire:
         return Wire()
     over_gloo = dist.get_backend() == "gloo"
     return Wire(world=dist.get_world_size(), rank=dist.get_rank(), device=torch.device("cpu") if over_gloo else device)
+
+
+def world_timeout(wire: Wire) -> timedelta | None:
+    """Of collectives of all ranks."""
+    return group_timeout(dist.group.WORLD, wire.device)
 
 
 def apart(wire: Wire) -> Wire:
@@ -89,5 +95,8 @@ def share_buffers(wire: Wire, model: nn.Module) -> None:
     """As DDP does before a forward: every rank starts from rank 0's buffers."""
     if wire.world == 1:
         return
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+    for name, buffer in model.named_buffers():
+        try:
+            dist.broadcast(buffer, src=0)
+        except RuntimeError as error:
+            raise MoveError(f"buffer {name} of rank 0 did not come: {error}") from error

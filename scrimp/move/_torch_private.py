@@ -24,3 +24,8 @@ def all_gather_flat(out: torch.Tensor, local: torch.Tensor, group: Any) -> None:
 def reduce_scatter_flat(out: torch.Tensor, local: torch.Tensor, group: Any) -> None:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(out, local, group=group)
+
+
+def default_store() -> Any:
+    """The key-value store by which the ranks of the default group found each other; torch has no public getter."""
+    return dist.distributed_c10d._get_default_store()
