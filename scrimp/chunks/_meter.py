@@ -125,7 +125,7 @@ class CpuMeter(PlainMode):
                 self.count(leaf)
 
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
-        if not tensor.is_cpu:
+        if not tensor.is_cpu or tensor.layout is not torch.strided:  # a sparse one has no storage; no such gradient is accepted
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -38,6 +38,7 @@ from scrimp.engine._hooks import landing
 from scrimp.engine._judge import LossScale
 from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._modes import warn_of_eval
+from scrimp.engine._modules import check_dense, check_modules, dense_embeddings, refuse_compiled
 from scrimp.engine._planning import Planned, Planning
 from scrimp.engine._resident import Residents
 from scrimp.engine._running import running
@@ -90,6 +91,7 @@ class Engine:
         chunk_numel: int = DEFAULT_CHUNK,
     ) -> None:
         validate(model, optimizer, memory, precision, accumulate, recompute, clip_norm)
+        check_modules(model)
         check_exchange(exchange, optimizer or AdamW(), precision, memory)
         self.model = model
         self.optimizer = optimizer or AdamW()
@@ -142,6 +144,7 @@ class Engine:
         else:
             self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
         room = self.budget.device_nbytes - self.ledger.device.total_nbytes if self.device.type == "cuda" else 0
+        dense_embeddings(model)
         self.places = take_over(model, self.store, weights, room_nbytes=room)
         self.weights = dict(model.named_parameters(remove_duplicate=False))
         self._order = {name: k for k, name in enumerate(self.weights)}
@@ -185,6 +188,7 @@ class Engine:
         that fails before its update leaves everything as it was; one that fails in it leaves nothing to go on from."""
         start = time.perf_counter()
         self.check_usable()
+        refuse_compiled(self.model)
         warn_of_eval(self.model, self.steps)
         self.updating.check_rates(self.steps)
         key = signature(args, kwargs)
@@ -283,6 +287,7 @@ class Engine:
         layer, slot = self.places[id(parameter)]
         check_landing(slot.name, in_backward=self._backward, again=slot.name in self._part_landed)
         assert parameter.grad is not None
+        check_dense(slot.name, parameter.grad)
         with self.residents.quietly():
             self.exchanging.land(self, layer, slot, parameter.grad, first=slot.name not in self.landed)
             parameter.grad = None
@@ -305,6 +310,7 @@ class Engine:
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Forward without gradients, through the same residency; the model is in eval mode meanwhile."""
         self.check_usable()
+        refuse_compiled(self.model)
         return evaluate(self, args, kwargs)
 
     @property
