@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._bound import Bound, bound
 from scrimp.engine._dense import DenseExchange
 from scrimp.engine._evaluate import evaluate
-from scrimp.engine._fit import first_places
+from scrimp.engine._fit import Fit
 from scrimp.engine._forward import Recompute, watch_layers
 from scrimp.engine._hooks import landing
 from scrimp.engine._judge import LossScale
+from scrimp.engine._least import Peaks, least_of_step
+from scrimp.engine._leftovers import Leftovers
 from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._modes import warn_of_eval
 from scrimp.engine._modules import check_dense, check_modules, dense_embeddings, refuse_compiled
@@ -112,15 +115,14 @@ class Engine:
         rates = agreed(self.wire, measure(self.device))
         sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
         table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
-        here = ranks_here(self.wire)
-        places = first_places(
+        self.fit = Fit(
             table,
             self.budget,
             precision=precision,
             optimizer=self.optimizer,
             accumulate=accumulate,
             world=sharing.world,
-            ranks_here=here,
+            ranks_here=ranks_here(self.wire),
             residual=exchange.least_residual if isinstance(exchange, Sparse) and exchange.density < 1 else None,
         )
         self.store = Store(
@@ -132,11 +134,11 @@ class Engine:
             books=self.ledger,
             wire=sharing,
             ranks=self.wire,
-            places=places,
+            places=self.fit.places(),
             disk=self.budget.disk,
             sparse=isinstance(exchange, Sparse),
         )
-        self.store.host_room_nbytes = self.budget.host_nbytes // here
+        self.store.host_room_nbytes = self.fit.room_nbytes
         self.meter: CpuMeter | CudaMeter
         if self.device.type == "cuda":
             self.meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
@@ -159,6 +161,7 @@ class Engine:
         self.updating = Updating(self.store, optimizers, self.meter, staged=precision != "fp32" or clip_norm is not None)
         self.store.own = self.meter.ignore
         self._undo = Undo(model, self.device)
+        self._leftovers = Leftovers()
         self.residents = Residents(self.store, self.meter, self._retire)
         self._watched = Watched(self.meter, self.ledger.device)
         self.strays = Strays(self.residents)
@@ -211,7 +214,7 @@ class Engine:
             except FitError as error:
                 # No weight has changed yet. If there is a way that takes less, try that; not before this clause has
                 # ended: the error and its cause hold the frames, and they hold the activations that did not fit.
-                reason = FitError(*error.args)
+                reason = error.bare()
             except BaseException:
                 self._no_way_back()
                 self._abandon()
@@ -222,7 +225,7 @@ class Engine:
             self._abandon()
             self._undo.back()
             if not self.planning.spare(plan):
-                raise reason
+                raise least_of_step(self, reason, partial(self._trial, plan, args, kwargs))
         self._undo.done(tracing=plan.choice is None)
         self.residents.timing.end()
         try:
@@ -238,8 +241,27 @@ class Engine:
         self.host_seconds = self.updating.waited()
         return loss
 
+    def _trial(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peaks:
+        """What a step takes up to its update; then everything is as it was."""
+        host, before = self.ledger.host, self.ledger.host.peak
+        host.reset_peak()
+        self._undo.begin(tracing=True)
+        try:
+            self._forward_backwards(plan, args, kwargs)
+            peaks = Peaks(device_nbytes=self.ledger.peak_nbytes, offloaded_nbytes=dict(host.peak.by_kind).get("activations", 0))
+        except FitError as error:
+            peaks = error.bare()
+        finally:
+            host.peak = before
+        self._abandon()
+        self._undo.back()
+        if isinstance(peaks, FitError):
+            raise peaks
+        return peaks
+
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self.landed.clear()
+        self._leftovers.begin()
         self.exchanging.begin(self)
         losses = []
         self._traffic = astuple(self.store.traffic)
@@ -373,9 +395,8 @@ class Engine:
 
     def _over_budget(self, perhaps: bool) -> None:
         self.residents.make_room()
-        if not perhaps and self.ledger.total_nbytes > self.budget.device_nbytes:
-            mode = self.planning.mode
-            raise does_not_fit(self.steps, self.ledger, self.budget.device_nbytes, self.model, self.meter, mode)
+        if not perhaps and self.ledger.total_nbytes > self.meter.budget_nbytes:
+            raise does_not_fit(self.steps, self.ledger, self.meter, self.model, self.planning.mode)
 
     def _no_way_back(self) -> bool:
         if self.exchanging.started:
@@ -384,6 +405,7 @@ class Engine:
 
     def _abandon(self) -> None:
         """Undo a step that failed before the update: weights again where gradients stood."""
+        self._leftovers.clear()
         gc.collect()  # graphs that failed half-way are cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -113,10 +113,14 @@ class Parked:
         # What layers on disk pass through may be let go now, but will be wanted again.
         need = host.total_nbytes - host.now["temporaries"] + self._store.spill.need_nbytes + leaf.nbytes
         if room is not None and need > room:
+            parts = {kind: nbytes for kind, nbytes in host.now.items() if kind != "temporaries"}
+            parts |= {"what layers on disk pass through": self._store.spill.need_nbytes, "the next input": leaf.nbytes}
+            words = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in parts.items() if nbytes)
             raise FitError(
-                f"inputs of recomputed layers do not fit on the device, and parked on the host they need "
-                f"{format_nbytes(need)} of {format_nbytes(room)} ({host.snapshot()}). "
-                "Use a smaller batch, more accumulate, or a larger Memory(host=...)"
+                "inputs of recomputed layers do not fit on the device, and offloaded to the host they need "
+                f"{format_nbytes(need)} or more of {format_nbytes(room)} there ({words}). "
+                "Use a smaller batch, more accumulate, or a larger Memory(host=...)",
+                tier="host",
             )
         if self._store.lanes.overlapped:
             there = torch.empty(leaf.numel(), dtype=leaf.dtype, pin_memory=True)

@@ -25,7 +25,8 @@ def running(engine: Engine, args: Any, kwargs: Any, metered: AbstractContextMana
         try:
             yield
         except torch.cuda.OutOfMemoryError as error:
-            raise FitError(f"step {engine.steps}: {error}; the ledger has {engine.ledger.snapshot()}") from error
+            words = f"step {engine.steps}: {error}; the ledger has {engine.ledger.snapshot()}"
+            raise FitError(words, tier="device") from error
         finally:
             engine.residents.active = False
             for tensor in batch:
