@@ -15,7 +15,7 @@ from torch.nn import functional
 from scrimp.engine import Engine, Memory
 from scrimp.engine._compiled_private import compiled
 from scrimp.engine._parking import Parked
-from scrimp.errors import RunError
+from scrimp.errors import FitError, RunError
 from tests.reference import train_bf16, train_fp32
 from tests.test_engine import LR, AdamW, adamw, assert_same
 
@@ -97,6 +97,53 @@ def test_inputs_come_back_as_they_were() -> None:
     assert (nested["again"][1][0].transpose(0, 2)[:, :1] == 7).all()
     del inputs
     assert engine.ledger.host.now["activations"] == 0
+
+
+class Changes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return self.two(self.one(x).relu()) + x
+
+
+class ChangesInputs(nn.Module):
+    """The last block leaves its input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Changes() for _ in range(3))
+        self.last = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).float().square().mean()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_layer_that_changes_its_input_is_not_recomputed(precision: str) -> None:
+    """It would be computed from the changed input, without a word."""
+    torch.manual_seed(0)
+    model, batches = ChangesInputs(), [(torch.randn(4, DIM),) for _ in range(4)]
+    want, losses = (train_fp32 if precision == "fp32" else train_bf16)(model, batches, adamw)
+    settings: dict[str, Any] = {"precision": precision, "recompute": "all"}
+    engine = Engine(copy.deepcopy(model), optimizer=AdamW(lr=LR), memory=Memory(device="1GiB"), device="cpu", **settings)
+    recomputable = engine.recompute.recomputable
+    assert [engine.step(*batch).item() for batch in batches] == losses
+    assert_same(engine.state_dict(), want)
+    paths = {engine.store.table.layers[k].path for k in recomputable - engine.recompute.recomputable}
+    assert paths == {f"blocks.{k}" for k in range(3)}
+    settings["device"], settings["optimizer"] = "cpu", AdamW(lr=LR)
+    with pytest.raises(FitError) as caught:  # before it has come to the last of those layers
+        Engine(copy.deepcopy(model), memory=Memory(device=12_000 if precision == "fp32" else 8_000), **settings).step(*batches[0])
+    assert caught.value.least_nbytes is not None
+    engine = Engine(copy.deepcopy(model), memory=Memory(device=caught.value.least_nbytes), **settings)
+    assert engine.step(*batches[0]).item() == losses[0]
 
 
 # Embeddings with sparse gradients.

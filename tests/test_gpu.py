@@ -265,7 +265,7 @@ def test_an_engine_that_is_gone_leaves_no_cap() -> None:
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_memory_that_the_user_takes_between_steps(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is tried again with what is left, as long as nothing was updated; with less than that it says so."""
-    monkeypatch.setattr("scrimp.engine._engine.least_of_step", lambda engine, reason, trial: reason)  # it goes beyond the cap
+    monkeypatch.setattr("scrimp.engine._engine.least_of_step", lambda engine, reason, *step: reason)  # it goes beyond the cap
     torch.manual_seed(0)
     model = Deep()
     batches = [(torch.randn(256, 2048),) for _ in range(25)]

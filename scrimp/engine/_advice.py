@@ -48,7 +48,12 @@ def check_loss(loss: torch.Tensor, model: nn.Module) -> None:
     )
 
 
-def check_landing(name: str, *, in_backward: bool, again: bool) -> None:
+def check_landing(name: str, gradient: torch.Tensor, *, in_backward: bool, again: bool) -> None:
+    if gradient.layout is not torch.strided:
+        raise RunError(
+            f"the gradient of {name} has the layout {gradient.layout}, and the engine trains with dense gradients alone: call "
+            "torch.nn.functional.embedding and embedding_bag with sparse=False"
+        )
     if not in_backward:
         raise RunError(
             f"a gradient for {name} before the engine's backward: the model or the loss function called backward() itself; "

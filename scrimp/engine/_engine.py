@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,10 @@ from scrimp.engine._fit import Fit
 from scrimp.engine._forward import Recompute, watch_layers
 from scrimp.engine._hooks import landing
 from scrimp.engine._judge import LossScale
-from scrimp.engine._least import Peaks, least_of_step
-from scrimp.engine._leftovers import Leftovers
+from scrimp.engine._least import least_of_step
 from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._modes import warn_of_eval
-from scrimp.engine._modules import check_dense, check_modules, dense_embeddings, refuse_compiled
+from scrimp.engine._modules import check_modules
 from scrimp.engine._planning import Planned, Planning
 from scrimp.engine._resident import Residents
 from scrimp.engine._running import running
@@ -146,7 +144,6 @@ class Engine:
         else:
             self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
         room = self.budget.device_nbytes - self.ledger.device.total_nbytes if self.device.type == "cuda" else 0
-        dense_embeddings(model)
         self.places = take_over(model, self.store, weights, room_nbytes=room)
         self.weights = dict(model.named_parameters(remove_duplicate=False))
         self._order = {name: k for k, name in enumerate(self.weights)}
@@ -161,7 +158,6 @@ class Engine:
         self.updating = Updating(self.store, optimizers, self.meter, staged=precision != "fp32" or clip_norm is not None)
         self.store.own = self.meter.ignore
         self._undo = Undo(model, self.device)
-        self._leftovers = Leftovers()
         self.residents = Residents(self.store, self.meter, self._retire)
         self._watched = Watched(self.meter, self.ledger.device)
         self.strays = Strays(self.residents)
@@ -191,7 +187,6 @@ class Engine:
         that fails before its update leaves everything as it was; one that fails in it leaves nothing to go on from."""
         start = time.perf_counter()
         self.check_usable()
-        refuse_compiled(self.model)
         warn_of_eval(self.model, self.steps)
         self.updating.check_rates(self.steps)
         key = signature(args, kwargs)
@@ -225,7 +220,10 @@ class Engine:
             self._abandon()
             self._undo.back()
             if not self.planning.spare(plan):
-                raise least_of_step(self, reason, partial(self._trial, plan, args, kwargs))
+                recomputable = self.recompute.recomputable
+                reason = least_of_step(self, reason, plan, args, kwargs)
+                if self.recompute.recomputable == recomputable:  # else the trial found a way that has not been tried
+                    raise reason
         self._undo.done(tracing=plan.choice is None)
         self.residents.timing.end()
         try:
@@ -241,27 +239,8 @@ class Engine:
         self.host_seconds = self.updating.waited()
         return loss
 
-    def _trial(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peaks:
-        """What a step takes up to its update; then everything is as it was."""
-        host, before = self.ledger.host, self.ledger.host.peak
-        host.reset_peak()
-        self._undo.begin(tracing=True)
-        try:
-            self._forward_backwards(plan, args, kwargs)
-            peaks = Peaks(device_nbytes=self.ledger.peak_nbytes, offloaded_nbytes=dict(host.peak.by_kind).get("activations", 0))
-        except FitError as error:
-            peaks = error.bare()
-        finally:
-            host.peak = before
-        self._abandon()
-        self._undo.back()
-        if isinstance(peaks, FitError):
-            raise peaks
-        return peaks
-
     def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self.landed.clear()
-        self._leftovers.begin()
         self.exchanging.begin(self)
         losses = []
         self._traffic = astuple(self.store.traffic)
@@ -307,9 +286,8 @@ class Engine:
 
     def land(self, parameter: torch.Tensor) -> None:
         layer, slot = self.places[id(parameter)]
-        check_landing(slot.name, in_backward=self._backward, again=slot.name in self._part_landed)
         assert parameter.grad is not None
-        check_dense(slot.name, parameter.grad)
+        check_landing(slot.name, parameter.grad, in_backward=self._backward, again=slot.name in self._part_landed)
         with self.residents.quietly():
             self.exchanging.land(self, layer, slot, parameter.grad, first=slot.name not in self.landed)
             parameter.grad = None
@@ -332,7 +310,6 @@ class Engine:
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Forward without gradients, through the same residency; the model is in eval mode meanwhile."""
         self.check_usable()
-        refuse_compiled(self.model)
         return evaluate(self, args, kwargs)
 
     @property
@@ -405,7 +382,7 @@ class Engine:
 
     def _abandon(self) -> None:
         """Undo a step that failed before the update: weights again where gradients stood."""
-        self._leftovers.clear()
+        self._undo.clear()
         gc.collect()  # graphs that failed half-way are cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from scrimp.chunks._codec import Field
 from scrimp.chunks._direct import PAGE
 from scrimp.chunks._home import DEVICE, DISK, HOST, optimized, sizes
 from scrimp.chunks._optim import AdamW, Optimizer
@@ -109,7 +110,7 @@ class Fit:
 
     def _on_disk(self) -> Iterator[Placement]:
         host, disk, passing, numel = self._total, 0, 0, 0
-        fields: tuple[object, ...] = ()
+        fields: tuple[Field, ...] = ()
         yield Placement(away=0, host_nbytes=host, device_nbytes=self._largest)
         for away, k in enumerate(reversed(range(len(self._rows))), start=1):
             rest, trained = self._rows[k][2], self._shards.trained_numel(k)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from scrimp.engine._buffers import Place, copies, places
 from scrimp.engine._parking import Parked
 from scrimp.engine._resident import Residents
-from scrimp.errors import RunError
+from scrimp.errors import FitError, RunError
 
 
 @dataclass
@@ -29,6 +29,12 @@ class Recompute:
     recomputable: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
     parked: bool = False
+    refused: bool = False  # a layer has just turned out not to be recomputable
+
+    def refuse(self, layer: int, path: str) -> FitError:
+        """For a layer whose input is another one after its forward. The step is tried again without recomputing the layer."""
+        self.recomputable, self.refused = self.recomputable - {layer}, True
+        return FitError(f"layer '{path}' changes its input in place, so that it cannot be recomputed from it")
 
 
 def watch_layers(model: nn.Module, residents: Residents, recompute: Recompute) -> None:
@@ -80,7 +86,10 @@ class _Forward:
 
     def once_or_again(self, inputs: Parked) -> Any:
         if not inputs.used:
+            versions = inputs.versions()
             out = self.run(*inputs.bring())
+            if inputs.versions() != versions:
+                raise self.recompute.refuse(self.layer, self.residents.store.table.layers[self.layer].path)
             if self.recompute.parked:
                 inputs.park()
             return out

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +22,7 @@ from scrimp.ledger import format_least, format_nbytes
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
+    from scrimp.engine._planning import Planned
 
 SHARE = 0.8  # of what the machine has left
 GAPS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # more than what is allocated, for the gaps between the allocator's blocks
@@ -37,8 +39,9 @@ class Peaks:
 Trial = Callable[[], Peaks]  # runs what did not fit and undoes it; a FitError where even that does not fit
 
 
-def least_of_step(engine: Engine, reason: FitError, trial: Trial) -> FitError:
+def least_of_step(engine: Engine, reason: FitError, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FitError:
     """The error, with the least budget that works where it can be found."""
+    trial = partial(_trial, engine, plan, args, kwargs)
     if engine.store.sparse and any(home.place == DEVICE for home in engine.store.homes):
         return reason  # gradients would be used up as they come: such a step cannot be undone
     offloads = engine.planning.mode != "none" and bool(engine.recompute.recomputable)
@@ -68,6 +71,30 @@ def least_of_step(engine: Engine, reason: FitError, trial: Trial) -> FitError:
         both = format_least(away.device_nbytes), format_least(_least_host(engine, away))
         more = f"; or Memory(device='{both[0]}', host='{both[1]}')"
     return _told(engine, reason, least, trial, "batch", more)
+
+
+def _trial(engine: Engine, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peaks:
+    """What a step takes up to its update; then everything is as it was."""
+    host, before = engine.ledger.host, engine.ledger.host.peak
+    host.reset_peak()
+    engine._undo.begin(tracing=True)
+    peaks: Peaks | FitError
+    try:
+        engine._forward_backwards(plan, args, kwargs)
+        peaks = Peaks(device_nbytes=engine.ledger.peak_nbytes, offloaded_nbytes=dict(host.peak.by_kind).get("activations", 0))
+    except FitError as error:
+        peaks = error.bare()
+    except BaseException:
+        engine._abandon()
+        engine._undo.back()
+        raise
+    finally:
+        host.peak = before
+    engine._abandon()
+    engine._undo.back()
+    if isinstance(peaks, FitError):
+        raise peaks
+    return peaks
 
 
 def least_of_evaluation(engine: Engine, reason: FitError, trial: Trial) -> FitError:
@@ -109,14 +136,19 @@ def _measured(engine: Engine, trial: Trial, limit_nbytes: int | None = None) -> 
     """The peaks of a trial, the most over the ranks that run it together; None where one of them did not get through."""
     engine.store.wait()
     limit = _limit(engine) if limit_nbytes is None else limit_nbytes
-    row = [0, 0, 1]
+    row, recompute = [0, 0, 1], engine.recompute
     with engine.meter.allowing(limit), _any_host(engine):
-        try:
-            peaks = trial()
+        while True:
+            try:
+                peaks = trial()
+            except FitError:
+                if not recompute.refused:
+                    break
+                recompute.refused, recompute.again = False, recompute.again & recompute.recomputable
+                continue
             update = engine.updating.stage_nbytes if any(home.place == DEVICE for home in engine.store.homes) else 0
             row = [max(peaks.device_nbytes, engine.ledger.total_nbytes + update), peaks.offloaded_nbytes, 0]
-        except FitError:
-            pass
+            break
     device, offloaded, failed = engine.store.wire.every(torch.tensor(row)).amax(0).tolist()
     return None if failed else Peaks(device_nbytes=device, offloaded_nbytes=offloaded)
 

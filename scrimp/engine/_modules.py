@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 from torch import nn
 
 from scrimp.engine._compiled_private import compiled
@@ -22,6 +21,7 @@ def check_modules(model: nn.Module) -> None:
                 f"{_named(path, module)} has max_norm={module.max_norm}: its forward rescales its own weights, and that change "
                 "would be lost, because the engine keeps the weights; build it with max_norm=None"
             )
+    dense_embeddings(model)
 
 
 def refuse_compiled(model: nn.Module) -> None:
@@ -47,15 +47,7 @@ def dense_embeddings(model: nn.Module) -> None:
         warnings.warn(
             f"sparse=True of {names} is now sparse=False: the engine trains embeddings with dense gradients, with the numbers "
             "of sparse=False in plain PyTorch; set sparse=False in the model, and this warning goes",
-            stacklevel=3,
-        )
-
-
-def check_dense(name: str, gradient: torch.Tensor) -> None:
-    if gradient.layout != torch.strided:
-        raise RunError(
-            f"the gradient of {name} has the layout {gradient.layout}, and the engine trains with dense gradients alone: call "
-            "torch.nn.functional.embedding and embedding_bag with sparse=False"
+            stacklevel=4,
         )
 
 

@@ -77,6 +77,10 @@ class Parked:
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         return args, kwargs
 
+    def versions(self) -> list[int]:
+        """Of the activations: an operator that changes one in place counts its version up."""
+        return [leaf._version for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
     def park(self) -> None:
         places: dict[int, list[int]] = {}
         for k, leaf in enumerate(self._leaves):

@@ -101,7 +101,11 @@ class Planning:
         return plan
 
     def spare(self, plan: Planned) -> bool:
-        """After a step that did not fit: whether there is a way that takes less."""
+        """After a step that did not fit: whether there is a way that takes less, or has not been tried."""
+        if self.recompute.refused:
+            self.recompute.refused = False
+            plan.choice, plan.replans = None, 0
+            return True
         tight = plan.choice is not None
         if tight:
             self.room_nbytes -= self.room_nbytes // 32  # planned too tightly

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from scrimp.engine._modules import refuse_compiled
 from scrimp.errors import FitError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def running(engine: Engine, args: Any, kwargs: Any, metered: AbstractContextManager[object]) -> Iterator[None]:
+    refuse_compiled(engine.model)
     batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     with engine.stand_ins.away(), metered:
         engine.residents.active = True

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from scrimp.engine._buffers import Copy, copies, places
+from scrimp.engine._leftovers import Leftovers
 
 
 class Undo:
@@ -17,14 +18,20 @@ class Undo:
         self._watched = self._all
         self._device = device
         self._copies: list[Copy] = []
+        self._leftovers = Leftovers()
 
     def begin(self, *, tracing: bool) -> None:
+        self._leftovers.begin()
         if tracing:
             self._watched = self._all
         self._copies = copies(self._watched, on_host=True)
         self._random = bytearray(torch.get_rng_state().numpy())
         if self._device.type == "cuda":
             self._cuda_random = torch.cuda.get_rng_state(self._device)
+
+    def clear(self) -> None:
+        """Let go of what a backward that failed has left."""
+        self._leftovers.clear()
 
     def back(self) -> None:
         for copy in self._copies:
