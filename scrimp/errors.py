@@ -1,5 +1,7 @@
 """The one family of errors. A message says what, where, the numbers on both sides, and what to try."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 
@@ -28,11 +30,17 @@ class PlanWarning(UserWarning):
 
 
 class FitError(ScrimpError):
-    """It does not fit: how many bytes, where, when, and what would help. `least_nbytes`: that would, where it is known."""
+    """It does not fit: how many bytes, where, when, and what would help. `least_nbytes`: the least budget that works, where it
+    is known. `tier`: of "device", "host" and "disk" the one whose budget that is."""
 
-    def __init__(self, *args: object, least_nbytes: int | None = None) -> None:
+    def __init__(self, *args: object, least_nbytes: int | None = None, tier: str | None = None) -> None:
         super().__init__(*args)
         self.least_nbytes = least_nbytes
+        self.tier = tier
+
+    def bare(self) -> FitError:
+        """The same error without its traceback and its cause, whose frames hold the tensors that did not fit."""
+        return FitError(*self.args, least_nbytes=self.least_nbytes, tier=self.tier)
 
 
 class RunError(ScrimpError):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scrimp import zoo
 from scrimp.chunks._optim import SGD, AdamW
 from scrimp.engine import Engine, Memory
-from scrimp.errors import RunError
+from scrimp.errors import FitError, RunError
 
 
 def train(
@@ -205,3 +205,20 @@ def uneven() -> tuple[list[int], int]:
         engine.step(*(tensor[:size] for tensor in zoo.example_batch("gpt-tiny", batch=4, step=0)))
         traced += engine.trace is not None
     return engine.wire.every(torch.tensor([engine.budget.device_nbytes])).flatten().tolist(), traced
+
+
+def least_device(name: str, device: str, less: float) -> tuple[int | None, int | None, int | None]:
+    """The least device budgets that FitErrors name: with this budget, with the one that the first names, and with less."""
+    first = _least_named(name, device)
+    assert first is not None
+    return first, _least_named(name, first), _least_named(name, int(less * first))
+
+
+def _least_named(name: str, device: int | str) -> int | None:
+    torch.manual_seed(0)
+    engine = Engine(zoo.build(name), memory=Memory(device=device), device="cpu")
+    try:
+        engine.step(*zoo.example_batch(name, batch=4, step=dist.get_rank()))
+    except FitError as error:
+        return error.least_nbytes
+    return None

@@ -263,8 +263,9 @@ def test_an_engine_that_is_gone_leaves_no_cap() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_memory_that_the_user_takes_between_steps(clip: float | None) -> None:
+def test_memory_that_the_user_takes_between_steps(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is tried again with what is left, as long as nothing was updated; with less than that it says so."""
+    monkeypatch.setattr("scrimp.engine._engine.least_of_step", lambda engine, reason, *step: reason)  # it goes beyond the cap
     torch.manual_seed(0)
     model = Deep()
     batches = [(torch.randn(256, 2048),) for _ in range(25)]
@@ -310,6 +311,29 @@ def test_memory_that_the_user_takes_between_steps(clip: float | None) -> None:
         assert got == pytest.approx(want, rel=1e-3)
     finally:
         engine.close()
+
+
+def test_the_least_budget_that_is_named_works() -> None:
+    """Tried with the cap that it names; 25 % less is below what is allocated, since gaps take that much more at most."""
+    torch.manual_seed(0)
+    model, batch = Deep(), (torch.randn(16384, 2048),)
+
+    def step(device: int | str) -> None:
+        engine = Engine(copy.deepcopy(model), memory=Memory(device=device))
+        try:
+            engine.step(*batch)
+            assert engine.steps == 1
+        finally:
+            engine.close()
+
+    with pytest.raises(FitError, match=r"The least that works for this batch is about Memory\(device='") as caught:
+        step("128MiB")
+    assert caught.value.tier == "device"
+    assert caught.value.least_nbytes is not None
+    torch.cuda.empty_cache()
+    step(caught.value.least_nbytes)
+    with pytest.raises(FitError):
+        step(int(caught.value.least_nbytes / 1.3))
 
 
 def test_memory_that_is_gone_when_some_layers_were_updated() -> None:

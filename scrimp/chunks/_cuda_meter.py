@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -38,7 +39,7 @@ class CudaMeter:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.device = device
-        self._budget_nbytes = budget_nbytes
+        self.budget_nbytes = budget_nbytes
         self._token = object()
         weakref.finalize(self, _lift, device, self._token).atexit = False  # an engine that nobody closed
         gc.collect()
@@ -54,11 +55,27 @@ class CudaMeter:
         torch.cuda.empty_cache()
         self._peak = 0
         self._others = self._allocated("current") - self._held()  # not the engine's: what was there before it
+        self._cap()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _cap(self) -> None:
         total = torch.cuda.get_device_properties(self.device).total_memory
-        share = min(1.0, (self._budget_nbytes + self._others + self._gaps) / total)
+        share = min(1.0, (self.budget_nbytes + self._others + self._gaps) / total)
         _capped[self.device] = self._token
         torch.cuda.set_per_process_memory_fraction(share, self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @contextmanager
+    def allowing(self, nbytes: int) -> Iterator[None]:
+        """With another budget for a while."""
+        before, self.budget_nbytes = self.budget_nbytes, nbytes
+        torch.cuda.empty_cache()
+        self._cap()
+        try:
+            yield
+        finally:
+            self.budget_nbytes = before
+            torch.cuda.empty_cache()
+            self._cap()
 
     def __enter__(self) -> CudaMeter:
         return self

@@ -8,7 +8,8 @@ runs. Storages of the engine's own (arenas, layer storages, staging) are known b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -126,7 +127,7 @@ class CpuMeter(PlainMode):
                 self.count(leaf)
 
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
-        if not tensor.is_cpu:
+        if not tensor.is_cpu or tensor.layout is not torch.strided:  # a sparse one has no storage; no such gradient is accepted
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -140,6 +141,15 @@ class CpuMeter(PlainMode):
         self._alive[key] = weakref.ref(storage, partial(_freed, self._self, key))
 
     def begin(self) -> None: ...
+
+    @contextmanager
+    def allowing(self, nbytes: int) -> Iterator[None]:
+        """With another budget for a while."""
+        before, self.budget_nbytes = self.budget_nbytes, nbytes
+        try:
+            yield
+        finally:
+            self.budget_nbytes = before
 
     def lend(self, tensor: torch.Tensor) -> None:
         """A batch, for the time of a step: its own bytes, though it may be a part of a larger storage. What is counted already,

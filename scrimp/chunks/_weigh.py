@@ -46,7 +46,8 @@ class Scale:
         finally:
             if listening:
                 need = max(0, *accumulate(heard(), initial=0))
-        made = (out.nbytes, tuple(out.shape)) if isinstance(out, torch.Tensor) else (0, ())
+        dense = isinstance(out, torch.Tensor) and out.layout is torch.strided
+        made = (out.nbytes, tuple(out.shape)) if dense else (0, ())
         weight = Weight(need, _numbers(func, args), *made)
         if listening:
             self._keep(signature, weight)
@@ -98,5 +99,5 @@ def _numbers(func: Any, args: Any) -> int:
 def _tensors(args: Any) -> Iterator[torch.Tensor]:
     for leaf in args:
         for part in leaf if isinstance(leaf, (list, tuple)) else (leaf,):
-            if isinstance(part, torch.Tensor):
+            if isinstance(part, torch.Tensor) and part.layout is torch.strided:
                 yield part

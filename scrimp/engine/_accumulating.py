@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from scrimp.chunks._residency import Moment
+from scrimp.engine._attempts import gradients
 from scrimp.engine._batch import signature
 from scrimp.engine._calls import called, explained, same_settings
 from scrimp.engine._interrupts import Interrupts, in_one_piece
@@ -56,7 +57,7 @@ class Accumulating:
         try:
             with explained(engine):
                 # Not the shape of a step's batch: a step has `accumulate` parts one after the other.
-                plan, loss = engine.gradients((("backward", ()), *signature(args, kwargs)), args, kwargs)
+                plan, loss = gradients(engine, (("backward", ()), *signature(args, kwargs)), args, kwargs)
         except BaseException as error:
             if before and not self.pending:
                 self._lost = f"engine.backward call {before + 1} failed when it had gradients ({type(error).__name__})"

@@ -19,17 +19,16 @@ def vocabs(model: nn.Module) -> set[int]:
     return sizes | {*heads[-1:]}
 
 
-def does_not_fit(
-    step: int, books: Books, budget_nbytes: int, model: nn.Module, meter: CpuMeter | CudaMeter, mode: str
-) -> FitError:
-    total, (nbytes, shape) = books.total_nbytes, meter.largest()
+def does_not_fit(step: int, books: Books, meter: CpuMeter | CudaMeter, model: nn.Module, mode: str) -> FitError:
+    total, (nbytes, shape), budget_nbytes = books.total_nbytes, meter.largest(), meter.budget_nbytes
     hint = logits_hint(total, nbytes, shape, vocabs(model))
     return FitError(
-        f"step {step} needs {_exact(total, budget_nbytes)} on the device, the budget is {_exact(budget_nbytes, total)} "
+        f"step {step} needs {_exact(total, budget_nbytes)} or more on the device, the budget is {_exact(budget_nbytes, total)} "
         f"({books.snapshot()}). "
         + ("Use recompute='all' or a smaller batch" if mode == "none" else "Use a smaller batch")
         + ", more accumulate, or a larger Memory(device=...)"
-        + (f"; {hint}" if hint else "")
+        + (f"; {hint}" if hint else ""),
+        tier="device",
     )
 
 
@@ -49,7 +48,12 @@ def check_loss(loss: torch.Tensor, model: nn.Module) -> None:
     )
 
 
-def check_landing(name: str, *, in_backward: bool, again: bool) -> None:
+def check_landing(name: str, gradient: torch.Tensor, *, in_backward: bool, again: bool) -> None:
+    if gradient.layout is not torch.strided:
+        raise RunError(
+            f"the gradient of {name} has the layout {gradient.layout}, and the engine trains with dense gradients alone: call "
+            "torch.nn.functional.embedding and embedding_bag with sparse=False"
+        )
     if not in_backward:
         raise RunError(
             f"a gradient for {name} before the engine's backward: the model or the loss function called backward() itself; "

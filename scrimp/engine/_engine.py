@@ -9,7 +9,6 @@ step = plan for a batch of this shape, or trace it
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from collections.abc import Callable
@@ -30,12 +29,12 @@ from scrimp.chunks._store import Store
 from scrimp.chunks._table import Slot
 from scrimp.engine._accumulating import Accumulating
 from scrimp.engine._advice import check_landing, check_loss, does_not_fit
-from scrimp.engine._again import StepAgain
-from scrimp.engine._batch import Signature, loss_of, parts, signature, to_device
+from scrimp.engine._attempts import gradients
+from scrimp.engine._batch import loss_of, parts, signature, to_device
 from scrimp.engine._between import Between
 from scrimp.engine._calls import Calls, called, explained
 from scrimp.engine._dense import DenseExchange
-from scrimp.engine._fit import first_places
+from scrimp.engine._fit import Fit
 from scrimp.engine._forward import Recompute, watch_layers
 from scrimp.engine._groups import named
 from scrimp.engine._handle import Handle
@@ -44,6 +43,7 @@ from scrimp.engine._interrupts import Interrupts, in_one_piece
 from scrimp.engine._judge import LossScale
 from scrimp.engine._memory import Memory, resolve
 from scrimp.engine._modes import warn_of_eval
+from scrimp.engine._modules import check_modules
 from scrimp.engine._planning import Planned, Planning
 from scrimp.engine._resident import Residents
 from scrimp.engine._running import running
@@ -53,11 +53,11 @@ from scrimp.engine._stand_ins import StandIns
 from scrimp.engine._strays import Strays, StraysInBackward
 from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
 from scrimp.engine._undo import Undo
-from scrimp.engine._updating import Updating, restore_all
+from scrimp.engine._updating import Updating
 from scrimp.engine._watched import Watched
 from scrimp.engine._weights import Source
-from scrimp.engine._world import agreed, join_world, least_of_all, ranks_here, share_buffers, who_shares
-from scrimp.errors import FitError, MoveError, RunError
+from scrimp.engine._world import agreed, join_world, least_of_all, ranks_here, who_shares
+from scrimp.errors import MoveError, RunError
 from scrimp.exchange import Dense, Sparse
 from scrimp.layers import find_layers
 from scrimp.layers._caches import no_caches
@@ -95,6 +95,7 @@ class Engine(Between, Accumulating):
         chunk_numel: int = DEFAULT_CHUNK,
     ) -> None:
         validate(model, optimizer, memory, precision, accumulate, recompute, clip_norm)
+        check_modules(model)
         check_exchange(exchange, optimizer or AdamW(), precision, memory)
         self.model = model
         settings = named(optimizer or AdamW(), model)
@@ -118,15 +119,14 @@ class Engine(Between, Accumulating):
         table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
         groups = grouped(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         self.rules = Rules(groups)
-        here = ranks_here(self.wire)
-        places = first_places(
+        self.fit = Fit(
             table,
             self.budget,
             precision=precision,
             optimizer=settings,
             accumulate=accumulate,
             world=sharing.world,
-            ranks_here=here,
+            ranks_here=ranks_here(self.wire),
             residual=exchange.least_residual if isinstance(exchange, Sparse) and exchange.density < 1 else None,
         )
         self.store = Store(
@@ -138,11 +138,11 @@ class Engine(Between, Accumulating):
             books=self.ledger,
             wire=sharing,
             ranks=self.wire,
-            places=places,
+            places=self.fit.places(),
             disk=self.budget.disk,
             sparse=isinstance(exchange, Sparse),
         )
-        self.store.host_room_nbytes = self.budget.host_nbytes // here
+        self.store.host_room_nbytes = self.fit.room_nbytes
         self.meter: CpuMeter | CudaMeter
         if self.device.type == "cuda":
             self.meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
@@ -164,7 +164,7 @@ class Engine(Between, Accumulating):
             self.meter.ignore(tensor)
         self.updating = Updating(self.store, self.rules, self.meter, staged=precision != "fp32" or clip_norm is not None)
         self.store.own = self.meter.ignore
-        self._undo = Undo(model, self.device)
+        self.undo = Undo(model, self.device)
         self.interrupts = Interrupts()
         self.residents = Residents(self.store, self.meter, self._retire, self.interrupts.check)
         self._watched = Watched(self.meter, self.ledger.device)
@@ -210,54 +210,12 @@ class Engine(Between, Accumulating):
         self.rules.begin(self.steps, self.optimizer.now(self.steps))
         self.planning.judged = self.must_judge
         self.planning.call = [*self.calls.row, self.rules.digest(self.steps)]
-        plan, loss = self.gradients(signature(args, kwargs), args, kwargs)
+        plan, loss = gradients(self, signature(args, kwargs), args, kwargs)
         self.finish()
         self.planning.learn(plan, self.trace, self.residents)
         self.seconds = time.perf_counter() - start
         self.host_seconds = self.updating.waited()
         return loss
-
-    def gradients(self, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, torch.Tensor]:
-        """Of a whole batch in `accumulate` parts, or of one part with those that are `pending`."""
-        try:
-            if not self.pending:
-                share_buffers(self.wire, self.model)
-                self.exchanging.meet(self)
-        except MoveError as error:
-            raise self._named(error) from error
-        reason: FitError | None
-        while True:
-            try:
-                plan = self.planning.prepare(key)
-            except MoveError as error:
-                raise self._named(error) from error
-            self._undo.begin(tracing=plan.choice is None)
-            self.residents.timing.typical = self.planning.typical
-            try:
-                loss = self._forward_backwards(plan, args, kwargs)
-                break
-            except FitError as error:
-                # No weight has changed yet. If there is a way that takes less, try that; not before this clause has
-                # ended: the error and its cause hold the frames, and they hold the activations that did not fit.
-                reason = FitError(*error.args)
-            except StepAgain as known:
-                reason, words, unfit = None, str(known), known.unfit
-            except BaseException:
-                self._no_way_back()
-                self._abandon()
-                self._undo.back()
-                raise
-            if self._no_way_back():
-                raise reason or RunError(f"step {self.steps}: {words}, and some layers had been updated already")
-            self._abandon()
-            self._undo.back()
-            if reason is None:
-                self.planning.never_again(unfit, words)
-            elif not self.planning.spare(plan):
-                raise reason
-        self._undo.done(tracing=plan.choice is None)
-        self.residents.timing.end()
-        return plan, loss
 
     def finish(self) -> None:
         """Update with the gradients that are there."""
@@ -266,12 +224,12 @@ class Engine(Between, Accumulating):
         except BaseException as error:
             self.broken = f"step {self.steps} failed in its update ({type(error).__name__}: {error})"
             if isinstance(error, MoveError):
-                raise self._named(error) from error
+                raise self.named_error(error) from error
             raise
         self.steps += 1
         self.optimizer.counted()
 
-    def _forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self._part_landed = set()
         if not self.pending:
             self.landed.clear()
@@ -291,7 +249,7 @@ class Engine(Between, Accumulating):
                 if not self.landed:
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
-            raise self._named(error) from error
+            raise self.named_error(error) from error
         return torch.stack(losses).mean()
 
     def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -321,13 +279,13 @@ class Engine(Between, Accumulating):
     def land(self, parameter: torch.Tensor) -> None:
         self.interrupts.check()
         layer, slot = self.places[id(parameter)]
-        check_landing(slot.name, in_backward=self._backward, again=slot.name in self._part_landed)
         hooks = self._hooks.of(parameter)
         if hooks:
             self.residents.touch(layer)  # a hook may read the weight
             if not run_hooks(hooks, parameter, slot.name):
                 return
         assert parameter.grad is not None
+        check_landing(slot.name, parameter.grad, in_backward=self._backward, again=slot.name in self._part_landed)
         with self.residents.quietly():
             self.exchanging.land(self, layer, slot, parameter.grad, first=slot.name not in self.landed)
             parameter.grad = None
@@ -371,38 +329,10 @@ class Engine(Between, Accumulating):
         """What landed, in the model's order: the order of sums must not depend on the order of arrival."""
         return sorted(self.landed.values(), key=lambda place: self._order[place[1].name])
 
-    def _named(self, error: MoveError) -> RunError:
+    def named_error(self, error: MoveError) -> RunError:
         return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
 
     def _over_budget(self, perhaps: bool) -> None:
         self.residents.make_room()
-        if not perhaps and self.ledger.total_nbytes > self.budget.device_nbytes:
-            mode = self.planning.mode
-            raise does_not_fit(self.steps, self.ledger, self.budget.device_nbytes, self.model, self.meter, mode)
-
-    def _no_way_back(self) -> bool:
-        if self.exchanging.started:
-            self.broken = f"step {self.steps} failed when some layers had been updated"
-        return self.exchanging.started
-
-    def _abandon(self) -> None:
-        """Undo a step that failed before the update: weights again where gradients stood."""
-        gc.collect()  # graphs that failed half-way are cycles
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        for parameter in self.weights.values():
-            parameter.grad = None
-        self.exchanging.give_up()
-        self.residents.abandon()
-        self.store.lanes.settle()
-        try:
-            restore_all(self.store, self.landed.values())
-        except BaseException as error:
-            self.broken = f"step {self.steps} failed, and so did undoing it ({error})"
-            raise
-        if self.pending and not self._part_landed:
-            self.ledger.reset_peak()
-            return  # this micro-batch changed nothing: the sum of those before it is whole
-        self.landed.clear()
-        self.pending = 0
-        self.ledger.reset_peak()
+        if not perhaps and self.ledger.total_nbytes > self.meter.budget_nbytes:
+            raise does_not_fit(self.steps, self.ledger, self.meter, self.model, self.planning.mode)

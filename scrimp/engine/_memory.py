@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,15 @@ class Budget:
     host_nbytes: int
     host_origin: str
     disk: Path | None
+    disk_free_nbytes: int | None = None  # in that folder, if there is one
+
+    def device_for(self, plan_nbytes: int) -> int:
+        """The least device budget with which schedules are made for so much."""
+        share = 1.0 if self.plan_nbytes == self.device_nbytes else PLAN_SHARE
+        nbytes = int(plan_nbytes / share)
+        while int(nbytes * share) < plan_nbytes:
+            nbytes += 1
+        return nbytes
 
     def __str__(self) -> str:
         return (
@@ -64,7 +74,14 @@ def resolve(memory: Memory, device: torch.device) -> Budget:
         host_nbytes=of_host,
         host_origin=host_origin,
         disk=Path(memory.disk) if memory.disk is not None else None,
+        disk_free_nbytes=_free(Path(memory.disk)) if memory.disk is not None else None,
     )
+
+
+def _free(folder: Path) -> int:
+    """Of the disk that a folder is on, or will be on when it is made."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    return shutil.disk_usage(there).free
 
 
 def available_host_nbytes() -> int:

@@ -321,7 +321,9 @@ class Residents:
         self.store.fetch(layer)
 
     def layer_of(self, tensor: torch.Tensor) -> int | None:
-        """The layer whose storage a tensor is of."""
+        """The layer whose storage a tensor is of. A sparse tensor has none."""
+        if tensor.layout is not torch.strided:
+            return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     def kept(self, leaf: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from scrimp.engine._modules import refuse_compiled
 from scrimp.errors import FitError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def running(engine: Engine, args: Any, kwargs: Any, metered: AbstractContextManager[object]) -> Iterator[None]:
+    refuse_compiled(engine.model)
     batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     with engine.stand_ins.away(), metered:
         engine.residents.active = True
@@ -25,7 +27,8 @@ def running(engine: Engine, args: Any, kwargs: Any, metered: AbstractContextMana
         try:
             yield
         except torch.cuda.OutOfMemoryError as error:
-            raise FitError(f"step {engine.steps}: {error}; the ledger has {engine.ledger.snapshot()}") from error
+            words = f"step {engine.steps}: {error}; the ledger has {engine.ledger.snapshot()}"
+            raise FitError(words, tier="device") from error
         finally:
             engine.residents.active = False
             for tensor in batch:

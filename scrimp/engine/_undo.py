@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from scrimp.engine._buffers import Copy, Place, copies, places
+from scrimp.engine._leftovers import Leftovers
 
 
 class Undo:
@@ -19,14 +20,20 @@ class Undo:
         self._copies: list[Copy] = []
         self._lasting: dict[Place, Copy] = {}
         self._changing: set[Place] = set()
+        self._leftovers = Leftovers()
 
     def begin(self, *, tracing: bool) -> None:
+        self._leftovers.begin()
         self._lasting = {place: copy for place, copy in self._lasting.items() if copy.mark.holds and not tracing}
         fresh = copies([place for place in self._all if place not in self._lasting], on_host=True)
         self._copies = [*fresh, *self._lasting.values()]
         self._random = bytearray(torch.get_rng_state().numpy())
         if self._device.type == "cuda":
             self._cuda_random = torch.cuda.get_rng_state(self._device)
+
+    def clear(self) -> None:
+        """Let go of what a backward that failed has left."""
+        self._leftovers.clear()
 
     def back(self) -> None:
         for copy in self._copies:

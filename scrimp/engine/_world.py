@@ -79,9 +79,11 @@ def agreed(wire: Wire, rates: Rates) -> Rates:
 
 def least_of_all(wire: Wire, budget: Budget) -> Budget:
     """Every rank plans for the smallest budget: they must all do the same."""
-    mine = torch.tensor([budget.device_nbytes, budget.plan_nbytes, budget.host_nbytes])
-    device, plan, host = wire.every(mine).amin(0).tolist()
-    return replace(budget, device_nbytes=device, plan_nbytes=plan, host_nbytes=host)
+    free = 0 if budget.disk_free_nbytes is None else budget.disk_free_nbytes
+    mine = torch.tensor([budget.device_nbytes, budget.plan_nbytes, budget.host_nbytes, free])
+    device, plan, host, free = wire.every(mine).amin(0).tolist()
+    disk_free = None if budget.disk_free_nbytes is None else free
+    return replace(budget, device_nbytes=device, plan_nbytes=plan, host_nbytes=host, disk_free_nbytes=disk_free)
 
 
 def ranks_here(wire: Wire) -> int:

@@ -37,3 +37,17 @@ def format_nbytes(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def format_least(nbytes: int) -> str:
+    """For a budget that is to be typed in: rounded up, to a thousandth of its unit, so that `parse_nbytes` gives no less."""
+    unit, nbytes_of_unit = "B", 1
+    for name in ("KiB", "MiB", "GiB", "TiB"):
+        if nbytes >= 1024 * nbytes_of_unit:
+            unit, nbytes_of_unit = name, 1024 * nbytes_of_unit
+    thousandths = -(-1000 * nbytes // nbytes_of_unit)
+    while True:
+        text = f"{thousandths // 1000}.{thousandths % 1000:03}".rstrip("0").rstrip(".") + f" {unit}"
+        if parse_nbytes(text) >= nbytes:  # a float may fall short of a thousandth
+            return text
+        thousandths += 1
