@@ -8,8 +8,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 
-# Ranks are processes here: one thread each, or 8 of them fight over the cores.
-export OMP_NUM_THREADS := 1
+# Tests that run in one process use so many threads. Ranks are processes with one thread each, whatever this says
+# (scrimp/ext/ranks.py), or 8 of them fight over the cores.
+export OMP_NUM_THREADS ?= 1
 
 # So many files of tests run at a time, each with ranks of its own.
 JOBS ?= 2

@@ -6,7 +6,7 @@ import copy
 import os
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
 import torch
@@ -17,6 +17,7 @@ from scrimp import zoo
 from scrimp.chunks._optim import SGD, AdamW
 from scrimp.engine import Engine, Memory
 from scrimp.errors import FitError, RunError
+from tests import bounds
 
 
 def train(
@@ -82,19 +83,66 @@ def plain(name: str, steps: int, optimizer: str, clip: float | None) -> dict:
     return model.state_dict()
 
 
-def distributed(name: str, steps: int, clip: float | None) -> dict:
-    """PyTorch's own data parallel on the same ranks and batches: for what is no mean over samples."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(zoo.build(name))
-    update = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    world, rank = dist.get_world_size(), dist.get_rank()
+def alongside(
+    name: str, steps: int, optimizer: str, settings: dict
+) -> tuple[dict[str, torch.Tensor], int, int, int, dict[str, float]]:
+    """As `train`, with PyTorch's data parallel beside it. In every step it begins with the engine's weights, and its gradients
+    go through the optimizer's formulas in fp64. What `train` gives, and for each tensor the engine's largest error as a multiple
+    of its bound."""
+    world, rank, accumulate = dist.get_world_size(), dist.get_rank(), settings.get("accumulate", 1)
+    torch.manual_seed(rank)  # rank 0's weights count
+    spec = AdamW(lr=1e-2, eps=1e-4) if optimizer == "adamw" else SGD(lr=0.1, momentum=0.9)
+    engine = Engine(zoo.build(name), optimizer=spec, memory=Memory(device="1GiB"), device="cpu", **settings)
+    model = zoo.build(name)
+    parallel = DistributedDataParallel(model)
+    parameters = dict(model.named_parameters())
+    rules = {key: bounds.Adam(eps=1e-4) if optimizer == "adamw" else bounds.Momentum() for key in parameters}
+    worst = dict.fromkeys(model.state_dict(), 0.0)
+    state = {key: value.clone() for key, value in engine.iter_state()}
     for step in range(steps):
-        model(*(tensor.chunk(world)[rank] for tensor in zoo.example_batch(name, batch=8, step=step))).backward()
+        batch = [tensor.chunk(world)[rank] for tensor in zoo.example_batch(name, batch=8, step=step)]
+        parts = [*zip(*(tensor.chunk(accumulate) for tensor in batch), strict=True)]
+        model.load_state_dict(state)
+        sizes = dict.fromkeys(parameters, 0.0)
+        for part in parts:
+            model.zero_grad()
+            with parallel.no_sync():
+                parallel(*part).backward()
+            for key, parameter in parameters.items():
+                sizes[key] += _sum(parameter.grad.abs()) / (world * accumulate)
+        model.load_state_dict(state)  # buffers too
+        model.zero_grad()
+        for k, part in enumerate(parts):
+            with parallel.no_sync() if k < accumulate - 1 else nullcontext():
+                (parallel(*part) / accumulate).backward()
+        before, _ = state, engine.step(*batch)
+        state = {key: value.clone() for key, value in engine.iter_state()}
+        scale, clip = 1.0, settings.get("clip_norm")
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        update.step()
-        update.zero_grad()
-    return {key: value.clone() for key, value in model.module.state_dict().items()}
+            norm = float(torch.cat([parameter.grad.double().flatten() for parameter in parameters.values()]).norm())
+            limit = bounds.gamma(sum(parameter.numel() for parameter in parameters.values()) + world)
+            assert abs(engine.norm - norm) <= limit * norm, (engine.norm, norm)
+            scale = min(1.0, clip / (engine.norm + 1e-6))
+        for key, parameter in parameters.items():
+            # DDP's sum over ranks has its roundings, and the engine's has others.
+            error = 2 * scale * bounds.mean_error(world * accumulate, sizes[key])
+            rules[key].add(scale * parameter.grad.double(), error)
+            update, off = rules[key].update(spec.lr, step + 1)
+            kept = before[key].double() * (1 - spec.lr * spec.weight_decay)
+            bound = off + bounds.gamma(3) * (kept.abs() + update.abs())
+            worst[key] = max(worst[key], bounds.excess(state[key], kept - update, bound))
+        theirs = dict(model.named_buffers())
+        for key, buffer in theirs.items():
+            dist.broadcast(buffer, src=0)
+            if key in state and not torch.equal(state[key], buffer):
+                worst[key] = float("inf")
+    return state, engine.ledger.peak_nbytes, engine.store.host_nbytes(), engine.budget.device_nbytes, worst
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total
 
 
 def save_after(name: str, steps: int, settings: dict, folder: str, state: str = "fp32") -> None:

@@ -19,7 +19,6 @@ from scrimp.engine import _sparse
 from scrimp.engine._world import apart, join_world
 from scrimp.exchange import _round
 from scrimp.exchange._choice import Pace, measure_pace
-from scrimp.exchange._cut import COLUMNS, cut
 
 LR, MOMENTUM = 0.05, 0.9
 EPS = 1e-2  # Adam's: with less of it all of the first updates are as large as each other, and which are sent is chance
@@ -53,75 +52,6 @@ def train(name: str, steps: int, settings: dict[str, Any], pace: Pace | None = N
         engine = engine_of(name, settings, seed=rank, **others)  # rank 0's weights count
     losses = steps_of(engine, name, range(steps))
     return dict(engine.iter_state()), losses
-
-
-def oracle(
-    name: str,
-    steps: int,
-    world: int,
-    density: float,
-    small: int,
-    *,
-    adam: bool = False,
-    raw: bool = False,
-    clip: float | None = None,
-) -> State:
-    """All ranks in one process, in plain torch, as the formulas stand."""
-    torch.manual_seed(0)
-    model = zoo.build(name)
-    names = dict(model.named_parameters())
-    kept = [
-        {key: [torch.zeros(p.numel(), dtype=torch.float64) for _ in range(3)] for key, p in names.items()} for _ in range(world)
-    ]
-    dense = {key: [torch.zeros(p.numel(), dtype=torch.float64) for _ in range(2)] for key, p in names.items()}
-    for step in range(steps):
-        updates = {key: torch.zeros(p.numel(), dtype=torch.float64) for key, p in names.items()}
-        for rank in range(world):
-            model.zero_grad()
-            model(*batch_of(name, step, world, rank)).backward()
-            for key, parameter in names.items():
-                assert parameter.grad is not None
-                gradient = parameter.grad.flatten().double()
-                if parameter.numel() < small:
-                    updates[key] += gradient.to(torch.bfloat16).double() / world
-                    continue
-                e, u, s = kept[rank][key]
-                if adam:
-                    u.lerp_(gradient, 0.1)
-                    s.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
-                    e += LR / 50 * (u / (1 - 0.9 ** (step + 1))) / ((s / (1 - 0.999 ** (step + 1))).sqrt() + EPS)
-                elif raw:
-                    e += gradient
-                else:
-                    u.mul_(MOMENTUM).add_(gradient)
-                    e += LR * u
-                for start in range(0, e.numel(), COLUMNS):
-                    row = e[start : start + COLUMNS]
-                    entries = cut(row.numel(), density)
-                    found = row.abs().topk(entries.entries).indices
-                    sent = row[found].to(torch.bfloat16).double()
-                    row[found] -= sent
-                    u[start : start + COLUMNS][found] = 0
-                    updates[key][start : start + COLUMNS][found] += sent / world
-        scale = 1.0
-        if clip is not None:
-            rows = [updates[key] / (1 if p.numel() < small else LR) for key, p in names.items()]
-            scale = min(1.0, clip / (float(torch.cat(rows).norm()) + 1e-6))
-        with torch.no_grad():
-            for key, parameter in names.items():
-                update = updates[key] * scale
-                if parameter.numel() < small or raw:
-                    m, s = dense[key]
-                    if adam:
-                        m.lerp_(update, 0.1)
-                        s.mul_(0.999).addcmul_(update, update, value=0.001)
-                        update = LR / 50 * (m / (1 - 0.9 ** (step + 1))) / ((s / (1 - 0.999 ** (step + 1))).sqrt() + EPS)
-                    else:
-                        update = LR * m.mul_(MOMENTUM).add_(update)
-                if adam:
-                    parameter.mul_(1 - LR / 50 * 0.1)
-                parameter.sub_(update.view(parameter.shape))
-    return {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 
 ADAM = AdamW(lr=LR / 50, eps=EPS, weight_decay=0.1)

@@ -240,11 +240,9 @@ def test_checkpoints_with_and_without_homes_on_the_device(precision: str, tmp_pa
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ranks_with_homes_on_the_device(accumulate: int) -> None:
     settings = {"precision": "fp32", "chunk_numel": 5000, "accumulate": accumulate}
-    answers = pool(2).run(jobs.train, "gpt-tiny", STEPS, "adamw", settings, timeout_seconds=120)
-    want = jobs.plain("gpt-tiny", STEPS, "adamw", None)
-    for state, peak, host, budget in answers:
+    answers = pool(2).run(jobs.alongside, "gpt-tiny", STEPS, "adamw", settings, timeout_seconds=120)
+    for state, peak, host, budget, worst in answers:
         assert host == 0  # nothing has its home there any more
         assert peak <= budget
-        for key, value in want.items():
-            assert float((state[key] - value).abs().max() / value.abs().max()) <= 1e-5, key
-            assert torch.equal(state[key], answers[0][0][key])
+        assert max(worst.values()) <= 1, worst  # of the bound on roundings
+        assert all(torch.equal(state[key], value) for key, value in answers[0][0].items())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +65,24 @@ def test_files_hold_one_idea() -> None:
     for path in FILES:
         assert len(path.read_text().splitlines()) <= 400, path
         assert "util" not in path.name
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize(("env", "words", "threads"), [(None, [], "1"), ("2", [], "2"), (None, ["OMP_NUM_THREADS=3"], "3")])
+def test_make_gives_tests_the_threads_that_are_asked_for(env: str | None, words: list[str], threads: str) -> None:
+    """By an environment variable or by an argument; one, if nobody asks. The make that runs this test must not be seen."""
+    given = {key: value for key, value in os.environ.items() if key not in {"OMP_NUM_THREADS", "MAKEFLAGS", "MAKEOVERRIDES"}}
+    command = ["make", "--silent", "--eval=threads:;@echo $$OMP_NUM_THREADS", "threads", *words]
+    asked = given | ({"OMP_NUM_THREADS": env} if env else {})
+    assert subprocess.run(command, cwd=PACKAGE.parent, env=asked, capture_output=True, text=True, check=True).stdout.split() == [
+        threads
+    ]
+
+
+def test_the_threads_that_are_asked_for_are_torchs() -> None:
+    code = "import tests.conftest, torch; print(torch.get_num_threads())"
+    asked = {**os.environ, "OMP_NUM_THREADS": "2"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, env=asked, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["2"]

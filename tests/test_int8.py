@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -262,8 +263,12 @@ class Linear(_codec.Coder):
 def test_a_broken_codec_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_update, "native", lambda: None)
     monkeypatch.setattr(_update, "Coder", Linear)
-    gap = learned("int8", 60) - learned_in_fp32(60)
-    assert not gap < 100 * CLOSE, gap
+    want = learned_in_fp32(60)
+    with warnings.catch_warnings():
+        # Weights may grow until gradients overflow. Whether they do within 60 steps depends on roundings.
+        warnings.filterwarnings("ignore", message="step .*: gradient of .* is not finite; the update is skipped")
+        gap = learned("int8", 60) - want
+    assert not gap < 100 * CLOSE, gap  # or no number at all
 
 
 @pytest.mark.full

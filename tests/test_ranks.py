@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,6 +38,14 @@ def total(start: float) -> tuple[float, int]:
     value = torch.tensor([start + dist.get_rank()])
     dist.all_reduce(value)
     return value.item(), torch.get_num_threads()
+
+
+def threads() -> list[int]:
+    """Of the main thread, and of another one: each asks OpenMP for its own number."""
+    import torch
+
+    with ThreadPoolExecutor(1) as other:
+        return [torch.get_num_threads(), other.submit(torch.get_num_threads).result()]
 
 
 def big(size: int) -> object:
@@ -221,3 +230,9 @@ def test_ranks_end_with_their_parent() -> None:
     assert done.returncode == -signal.SIGKILL
     assert not alive([int(number)])
     assert not os.path.exists(folder)
+
+
+def test_ranks_have_one_thread_each_whatever_the_parent_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with RankPool(2, timeout_seconds=60) as ranks:
+        assert ranks.run(threads) == [[1, 1], [1, 1]]

@@ -25,6 +25,18 @@ def trained(engine: Engine, batches: list[tuple[torch.Tensor, ...]], steps: int)
     return engine.store.traffic.up_nbytes - before[0], engine.store.traffic.down_nbytes - before[1]
 
 
+def layers_around_the_peak(engine: Engine) -> set[int]:
+    """Used before and after the moment that takes most, and not in it. Where this moment takes the whole budget none of them
+    can be there, so each must come twice."""
+    assert engine.planning.current is not None
+    trace = engine.planning.current.trace
+    taken = [moment.room_nbytes + sum(engine.store.nbytes(k) for k in moment.needs) for moment in trace]
+    peak = taken.index(max(taken))
+    before = {k for moment in trace[:peak] for k in moment.needs}
+    after = {k for moment in trace[peak + 1 :] for k in moment.needs if k not in moment.empty}
+    return (before & after) - {*trace[peak].needs}
+
+
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_traffic_is_what_brute_force_finds_for_the_chosen_classes(name: str, recompute: str) -> None:
@@ -35,7 +47,9 @@ def test_traffic_is_what_brute_force_finds_for_the_chosen_classes(name: str, rec
     free.step(*batches[0])
     least, weights = traced_peak(free), sum(free.store.nbytes(k) for k in range(len(free.store.flats)))
     homes = 7 * weights  # 14 bytes for each 2
-    seen = []
+    again = sum(free.store.nbytes(k) for k in layers_around_the_peak(free))
+    every_gradient = sum(p.numel() * 2 for p in model.parameters())
+    seen, ups = [], []
     for extra in (0, 0.3 * weights, 0.6 * weights, weights, weights + 0.4 * homes, weights + homes):
         engine = engine_for(model, int(least + extra), precision="bf16", recompute=recompute)
         up, down = trained(engine, batches, 4)
@@ -43,8 +57,7 @@ def test_traffic_is_what_brute_force_finds_for_the_chosen_classes(name: str, rec
         assert plan is not None
         assert plan.choice is not None
         sizes = [0 if engine.store.anchored(k) else engine.store.nbytes(k) for k in range(len(engine.store.flats))]
-        best = least_fetched(plan.choice.moments, sizes)
-        assert best <= up <= 1.05 * best
+        assert up == least_fetched(plan.choice.moments, sizes)
         gradients = sum(
             slot.numel * 2
             for k, layer in enumerate(engine.store.table.layers)
@@ -57,9 +70,24 @@ def test_traffic_is_what_brute_force_finds_for_the_chosen_classes(name: str, rec
         assert bound.least_up_nbytes <= up
         assert bound.least_down_nbytes >= gradients  # with the slots' padding
         seen.append(up + down)
+        ups.append(up)
     assert seen == sorted(seen, reverse=True)
-    assert seen[0] >= 1.3 * seen[3]  # 6 bytes for each 2 of weights, and 4
+    assert ups[0] >= weights + again
+    # Here is room for all weights: each could come once. Without a GPU the least seconds are the fewest bytes.
+    assert seen[3] <= weights + every_gradient
     assert seen[-1] == 0
+
+
+def test_without_a_gpu_choices_do_not_depend_on_how_busy_the_machine_was() -> None:
+    """The host's updates turn out ten times as fast as the first look said: then so are its copies, and nothing else changes."""
+    engine = engine_for(zoo.build("gpt-tiny"))
+    planning, first = engine.planning, engine.planning.rates
+    for _ in range(2):  # the first one does not count
+        planning.saw_update(int(10 * first.host), 1.0)
+    now = planning.best_rates()
+    assert now.host == pytest.approx(10 * first.host, rel=1e-6)  # bytes are whole numbers
+    for name in ("up", "down", "device"):
+        assert getattr(now, name) / now.host == pytest.approx(getattr(first, name) / first.host)
 
 
 @st.composite
@@ -77,11 +105,32 @@ def traces(draw: st.DrawFn) -> tuple[list[Moment], list[int]]:
 
 
 @given(traces())
-def test_no_schedule_beats_brute_force_and_the_bound_is_below_both(trace: tuple[list[Moment], list[int]]) -> None:
+def test_a_schedule_fetches_what_brute_force_finds_and_the_bound_is_below(trace: tuple[list[Moment], list[int]]) -> None:
     moments, nbytes = trace
     best = least_fetched(moments, nbytes)
-    found = schedule(moments, nbytes).fetched_nbytes
-    assert least_fetched_nbytes(moments, nbytes) <= best <= found
+    assert schedule(moments, nbytes).fetched_nbytes == best
+    assert least_fetched_nbytes(moments, nbytes) <= best
+
+
+def test_a_large_layer_that_will_not_fit_later_does_not_push_out_a_small_one_that_will() -> None:
+    """Rooms of a step of vit-tiny in bf16. The patches are used again last, so Belady's rule dropped them for blocks.0; but
+    blocks.0 had to leave too, when room was least. Both came twice."""
+    nbytes = [13696, 25856, 25856, 256, 768]
+    forward = [Moment(needs=(k,), room_nbytes=room) for k, room in enumerate((121877, 96229, 60597, 62509))]
+    head = Moment(needs=(4,), room_nbytes=61341, ends=(4,))
+    backward = [Moment(needs=(k,), room_nbytes=room, ends=(k,)) for k, room in ((3, 62105), (2, 45785), (1, 81369), (0, 107225))]
+    plan = schedule([*forward, head, *backward], nbytes)
+    assert plan.fetched_nbytes == sum(nbytes) + nbytes[1]
+    assert plan.drops[2] == (1,)
+
+
+def test_many_layers_are_scheduled_exactly_where_they_are_equal() -> None:
+    """300 blocks of 100 bytes, and ends of 30 that fit into what the blocks leave: 1,200 bytes hold 11 blocks and one end."""
+    nbytes = [30, *[100] * 300, 30]
+    order = range(len(nbytes))
+    moments = [Moment(needs=(k,), room_nbytes=1200) for k in order]
+    moments += [Moment(needs=(k,), room_nbytes=1200, ends=(k,)) for k in reversed(order)]
+    assert schedule(moments, nbytes).fetched_nbytes == 2 * sum(nbytes) - 11 * 100 - 30 - 30  # the last one goes nowhere
 
 
 @given(traces())

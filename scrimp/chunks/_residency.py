@@ -1,8 +1,9 @@
-"""Which layers to hold at each moment: farthest next use goes first (Belady), under a room that changes over time.
+"""Which layers to hold at each moment, so that the fewest bytes come, under a room that changes over time.
 
 A trace is the cyclic sequence of moments of a step: at each, some layers are needed together, and `room` bytes are left
 for weights beside everything else. Between moments a layer that is held costs nothing; a layer that must come costs its
-bytes up. A layer that is dropped costs nothing: its home has its content (it does, until its gradient lands).
+bytes up. A layer that is dropped costs nothing: its home has its content (it does, until its gradient lands). `_gaps` chooses
+the layers that stay from one use to the next; every other layer leaves right after its use.
 
 What room is left at a moment is lent: to layers on their way home, so that the next ones need not wait for the copy, and
 to layers of the next moments, which then come while this one computes.
@@ -13,7 +14,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from scrimp.chunks._gaps import Gap, most_saved
 from scrimp.errors import FitError
 from scrimp.ledger import format_nbytes
 
@@ -64,61 +67,51 @@ class _Uses:
 
 
 def schedule(moments: Sequence[Moment], nbytes: Sequence[int]) -> Schedule:
-    """Simulate steps until one begins with what it ends with; if they do not settle, begin every step with nothing."""
-    uses = _Uses(moments)
-    held: frozenset[int] = frozenset()
-    for _ in range(MOST_ROUNDS):
-        before = held
-        drops, fetches, used, held = _simulate(moments, nbytes, uses, before)
-        if held == before:
-            break
-    else:
-        held = frozenset()
-        drops, fetches, used, _ = _simulate(moments, nbytes, uses, held)
+    """Of a step that begins with the layers that it ends with."""
+    used = [sum(nbytes[layer] for layer in moment.needs) for moment in moments]
+    for index, moment in enumerate(moments):
+        if used[index] > moment.room_nbytes:
+            raise FitError(
+                f"{moment.label or f'moment {index}'} needs {format_nbytes(used[index])} of weights, "
+                f"but {format_nbytes(moment.room_nbytes)} are left beside activations and buffers"
+            )
+    held = most_saved(_gaps(moments, nbytes), [moment.room_nbytes - use for moment, use in zip(moments, used, strict=True)])
+    comes = {(gap.layer, gap.before) for gap in held}
+    stays = {(gap.layer, gap.after) for gap in held}
+    for gap in held:
+        for part in gap.moments:
+            for index in range(part.start, part.stop):
+                used[index] += gap.nbytes
+    leave = [
+        tuple(k for k in before.needs if k not in before.ends and k not in now.needs and (k, index) not in stays)
+        for index, (before, now) in enumerate(pairwise(moments))
+    ]
+    drops = [(), *leave]  # after the last moment all go that are not in `keeps`
+    fetches = [
+        tuple(layer for layer in moment.needs if layer not in moment.empty and (layer, index) not in comes)
+        for index, moment in enumerate(moments)
+    ]
     lingers = _lingering(moments, nbytes, used)
     return Schedule(
         drops=tuple(drops),
         fetches=tuple(fetches),
         ahead=_ahead(moments, nbytes, used, fetches, [{*a, *b} for a, b in zip(drops, lingers, strict=True)]),
         lingers=lingers,
-        keeps=held,
+        keeps=frozenset(gap.layer for gap in held if gap.before <= gap.after),
         fetched_nbytes=sum(nbytes[layer] for fetched in fetches for layer in fetched),
     )
 
 
-def _simulate(
-    moments: Sequence[Moment], nbytes: Sequence[int], uses: _Uses, start: frozenset[int]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int], frozenset[int]]:
-    """One step: what is dropped before each moment, what is fetched for it, bytes held in it; and what is held at the end."""
-    held = {*start}
-    drops: list[tuple[int, ...]] = []
-    fetches: list[tuple[int, ...]] = []
-    used: list[int] = []
-    for index, moment in enumerate(moments):
-        needed = {*moment.needs}
-        room = moment.room_nbytes - sum(nbytes[layer] for layer in needed)
-        if room < 0:
-            raise FitError(
-                f"{moment.label or f'moment {index}'} needs {format_nbytes(moment.room_nbytes - room)} of weights, "
-                f"but {format_nbytes(moment.room_nbytes)} are left beside activations and buffers"
-            )
-        dropped = []
-        others = sorted(held - needed, key=lambda layer: (-uses.next(layer, index), layer))
-        extra = sum(nbytes[layer] for layer in others)
-        while extra > room:
-            layer = others.pop(0)
-            dropped.append(layer)
-            extra -= nbytes[layer]
-        for layer in [*reversed(dropped)]:  # a large one may have made room for smaller ones that went before it
-            if extra + nbytes[layer] <= room:
-                dropped.remove(layer)
-                others.append(layer)
-                extra += nbytes[layer]
-        fetches.append(tuple(layer for layer in moment.needs if layer not in held and layer not in moment.empty))
-        drops.append(tuple(dropped))
-        used.append(moment.room_nbytes - room + extra)
-        held = ({*others} | needed) - {*moment.ends}
-    return drops, fetches, used, frozenset(held)
+def _gaps(moments: Sequence[Moment], nbytes: Sequence[int]) -> list[Gap]:
+    """Between two uses of a layer, where the second wants its weights and the first does not end it."""
+    total, uses = len(moments), _Uses(moments)
+    return [
+        Gap(layer, nbytes[layer], now, then, total)
+        for layer, times in uses.at.items()
+        for now in times
+        for then in (uses.next(layer, now) % total,)
+        if layer not in moments[now].ends and layer not in moments[then].empty
+    ]
 
 
 def _lingering(moments: Sequence[Moment], nbytes: Sequence[int], used: list[int]) -> tuple[tuple[int, ...], ...]:

@@ -160,9 +160,16 @@ class Planning:
         self._updates += 1
 
     def best_rates(self) -> Rates:
-        """With the best of the host's updates so far."""
-        best = self._best_update
-        return replace(self.rates, host=best) if best else self.rates
+        """With the best of the host's updates so far. Without a GPU the link and the device are this host's memory too: the
+        quick look at a busy moment was as wrong about them, and their ratio to the host must not depend on that."""
+        best, rates = self._best_update, self.rates
+        if not best or self.store.device.type == "cuda":
+            return replace(rates, host=best) if best else rates
+        factor = best / rates.host
+        return replace(
+            rates, host=best, up=rates.up * factor, down=rates.down * factor, device=rates.device * factor,
+            shared=rates.shared * factor,
+        )  # fmt: skip
 
     def usual_rate(self) -> float:
         """Of the host's last few updates: the one in the middle."""
