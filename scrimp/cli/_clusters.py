@@ -22,7 +22,7 @@ def show(console: Console, *, name: str | None, json_file: Path | None) -> None:
             raise ScrimpError("--json writes one cluster: say which, such as scrimp clusters 8xH100 --json cluster.json")
         _kinds(console)
         return
-    cluster = Cluster.load(Path(name)) if name.endswith(".toml") else Cluster.preset(name)
+    cluster = Cluster.load(Path(name)) if name.endswith((".toml", ".json")) else Cluster.preset(name)
     _one(console, cluster)
     if json_file is not None:
         try:

@@ -32,7 +32,7 @@ def make(
     for text in what_if:
         change_of(text)  # says what is wrong with it before the model is looked at
     made, inputs = model_and_batch(model, batch, seq, settings)
-    known = Cluster.load(Path(cluster)) if cluster.endswith(".toml") else Cluster.preset(cluster)
+    known = Cluster.load(Path(cluster)) if cluster.endswith((".toml", ".json")) else Cluster.preset(cluster)
     with console.status("planning") as status, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", PlanWarning)
         found = plan(

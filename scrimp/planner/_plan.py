@@ -149,10 +149,12 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`gap`: by how much at most what was asked to be least could be less (the peak, the redundant bytes, or the seconds), as a
+    """`gap`: by how much at most what was asked to be least could be less (the peak, the bytes held, or the seconds), as a
     part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that. `bound_nbytes`: below
-    which no plan on the mesh is, if every layer chose for itself (0: not asked). With a `schedule` the mesh is that
-    of a stage, and `memory` that of the stage with the largest peak."""
+    which no plan on the mesh is, if every layer chose for itself (0: not asked). `held_nbytes`: of all that a device holds at
+    some time of a step, each tensor counted once; with stages, on average. "redundancy" makes it least. `late`: meshes for which
+    there was no time to search; known parallelisms were compared there. With a `schedule` the mesh is that of a stage, and
+    `memory` that of the stage with the largest peak."""
 
     mesh: Mesh
     cluster: str
@@ -165,6 +167,8 @@ class Plan:
     seconds_gap: float
     layers: tuple[PlannedLayers, ...]
     bound_nbytes: int = 0
+    held_nbytes: int = 0
+    late: tuple[str, ...] = ()
     spent_seconds: float = 0.0
     whole: tuple[KeptWhole, ...] = ()
     schedule: Schedule | None = None
@@ -182,10 +186,21 @@ class Plan:
             + (f", {format_nbytes(kind.redundant_nbytes)} of it elsewhere too" if kind.redundant_nbytes else "")
             for kind in self.memory.kinds
         ]
-        lines += [f"step      {self.seconds:.4g} s", f"gap       {self.gap:.2%} at most; of the seconds {self.seconds_gap:.2%}"]
+        if self.objective == "redundancy":
+            lines.append(f"held      {format_nbytes(self.held_nbytes)} a device in a step, each tensor counted once")
+        of = " of the bytes held" if self.objective == "redundancy" else ""
+        lines += [
+            f"step      {self.seconds:.4g} s",
+            f"gap       {self.gap:.2%} at most{of}; of the seconds {self.seconds_gap:.2%}",
+        ]
         if self.bound_nbytes:
             lines.append(
                 f"bound     {format_nbytes(self.bound_nbytes)}: no plan on this mesh is below, chose each layer for itself"
+            )
+        if self.late:
+            lines.append(
+                f"time      it ended before a search on {_and(self.late)}: only known parallelisms were compared there; "
+                "give more seconds, or one mesh"
             )
         lines += [f"whole     {each}" for each in self.whole]
         return "\n".join(lines)
@@ -245,8 +260,13 @@ class Plan:
             schedule=None if schedule is None else _schedule(schedule),
             layers=tuple(_layers(layer) for layer in data.pop("layers")),
             whole=tuple(KeptWhole(**each) for each in data.pop("whole")),
+            late=tuple(data.pop("late", ())),
             **data,
         )
+
+
+def _and(meshes: tuple[str, ...]) -> str:
+    return f"the mesh {meshes[0]}" if len(meshes) == 1 else f"{len(meshes)} meshes ({'; '.join(meshes)})"
 
 
 def _star(axes: tuple[str, ...]) -> str:

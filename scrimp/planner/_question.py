@@ -36,8 +36,8 @@ def check_question(
     _check_name("objective", objective, (MEMORY, TIME, REDUNDANCY))
     if isinstance(saving, str) or not isinstance(saving, Sequence) or KEEP not in saving or not {*saving} <= {*WAYS}:
         raise PlanError(f"saving={saving!r}: give some of {', '.join(WAYS)}, of which '{KEEP}' must be one")
-    if not (_is_number(seconds) and seconds > 0 and _is_number(gap) and 0 <= gap < 1):
-        raise PlanError(f"seconds={seconds!r}, gap={gap!r}: seconds is more than 0, gap from 0 to less than 1")
+    if not (_is_number(seconds) and seconds >= 0 and _is_number(gap) and 0 <= gap < 1):
+        raise PlanError(f"seconds={seconds!r}, gap={gap!r}: seconds is 0 or more, gap from 0 to less than 1")
 
 
 def _check_inputs(inputs: Any) -> None:
