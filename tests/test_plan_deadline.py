@@ -64,8 +64,9 @@ def test_without_time_no_plan_is_above_a_known_parallelism() -> None:
         model = transformers.T5ForConditionalGeneration(config)
     tokens = torch.zeros(8, 16, dtype=torch.int64)
     found = plan(model, {"input_ids": tokens, "labels": tokens.clone()}, CLUSTER, seconds=0)
-    others = [other.plan.memory.peak_nbytes for other in beside(found) if other.plan is not None]
-    assert len(others) > 10
+    names = ("zero-3", "zero-3-full", "tp-sp", "tp-sp-full", "tp-sp-dist-opt-full")  # those with the lowest peaks of all
+    others = [other.plan.memory.peak_nbytes for other in beside(found, names) if other.plan is not None]
+    assert len(others) == 7  # tensor parallelism on two meshes, one of which has no axis for a distributed optimizer
     assert found.memory.peak_nbytes <= min(others)
     assert found.late == ("x=4", "x=2,y=2")
     assert found.bound_nbytes <= found.memory.peak_nbytes

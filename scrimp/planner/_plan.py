@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scrimp.planner._explain import Explanation
 
 FORMAT, VERSION = "scrimp.plan", 1
+NOISE = 0.01  # of a plan's peak, or of its step: less is not worth a word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +175,17 @@ class Plan:
     schedule: Schedule | None = None
     asked: Any = field(default=None, compare=False, repr=False)  # the problem and its answer, where it was planned just now
 
+    @property
+    def costly(self) -> tuple[KeptWhole, ...]:
+        """Of `whole` those that are worth a word: that have more than `NOISE` of the peak on a device while they run; and of the
+        others so many that what is left takes no more than `NOISE` of a step, all together."""
+        found, left = [], NOISE * self.seconds
+        for each in sorted(self.whole, key=lambda each: each.seconds):
+            left -= each.seconds
+            if left < 0 or each.redundant_nbytes > NOISE * self.memory.peak_nbytes:
+                found.append(each)
+        return tuple(each for each in self.whole if each in found)
+
     def summary(self) -> str:
         lines = [
             f"mesh      {self.mesh}{' of each stage' if self.schedule and len(self.schedule.stages) > 1 else ''}",
@@ -202,7 +214,7 @@ class Plan:
                 f"time      it ended before a search on {_and(self.late)}: only known parallelisms were compared there; "
                 "give more seconds, or one mesh"
             )
-        lines += [f"whole     {each}" for each in self.whole]
+        lines += [f"whole     {each}" for each in self.costly]
         return "\n".join(lines)
 
     def explain(self, name: str, *, seconds: float = 20.0) -> Explanation:

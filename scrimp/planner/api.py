@@ -23,6 +23,7 @@ from scrimp.planner._answer import answered
 from scrimp.planner._assemble import Assembly
 from scrimp.planner._deadline import Deadline
 from scrimp.planner._devices import stage_cluster
+from scrimp.planner._host_tier import host_tier
 from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._micro import micro_batch, rows_of
 from scrimp.planner._near import Ask, Best, best_known_on, best_on, bound_of, order
@@ -122,7 +123,7 @@ def plan(
             troubles.append(error)
     made = _best(found, troubles, objective)
     uneven = batch_that_no_axis_divides(next(iter(graphs.values())), made.mesh)
-    for words in (*map(str, made.whole), *([uneven] if uneven else [])):
+    for words in (*map(str, made.costly), *([uneven] if uneven else [])):
         warnings.warn(words, PlanWarning, stacklevel=2)
     return replace(made, spent_seconds=time.perf_counter() - start)
 
@@ -149,7 +150,8 @@ def _staged(
             )  # fmt: skip
             found.append(one)
         except FitError as error:
-            troubles.append(error)
+            words = host_tier(graph, cluster, precision, limit_of(cluster, budget))
+            troubles.append(FitError(f"{error}{words}", least_nbytes=error.least_nbytes))
     return _best(found, troubles, objective)
 
 
@@ -174,7 +176,8 @@ def plan_graph(
             one = look(layers, cluster, each, mine)
         except FitError as error:
             few = f", the nearest of {len(meshes)}" if len(meshes) > 1 else ""
-            troubles.append(FitError(f"on the mesh {each}{few}: {error}", least_nbytes=error.least_nbytes))
+            words = f"on the mesh {each}{few}: {error}{host_tier(graph, cluster, precision, limit)}"
+            troubles.append(FitError(words, least_nbytes=error.least_nbytes))
             continue
         if one is None or not one.searched:
             late.append(each)
