@@ -227,3 +227,24 @@ def test_hardware_that_cannot_be(wrong: dict[str, float]) -> None:
     (name,) = wrong
     with pytest.raises(ScrimpError, match=name):
         replace(built(Cluster.preset("8xH100")), **wrong)  # type: ignore[arg-type]
+
+
+def test_a_path_is_a_path_and_json_is_read(tmp_path: Path) -> None:
+    """A path may have an `=` in it, and what `to_json` writes is read from a file and as it is."""
+    (folder := tmp_path / "lr=0.1").mkdir()
+    file, written = folder / "a=b.toml", folder / "a=b.json"
+    file.write_text(toml_of_the_docs())
+    cluster = Cluster.load(file)
+    assert Cluster.load(str(file)) == cluster
+    written.write_text(cluster.to_json())
+    assert Cluster.load(written) == Cluster.load(str(written)) == Cluster.load(cluster.to_json()) == cluster
+    assert Cluster.load("nodes=1\ndevices_per_node=2\nkind='V100-16'").hardware is not None
+    for missing in (str(folder / "none.toml"), str(folder / "none.json")):
+        with pytest.raises(ScrimpError, match=r"cluster file .*lr=0\.1.none\.\w+ cannot be read: there is no such file"):
+            Cluster.load(missing)
+    written.write_text("{")
+    with pytest.raises(ScrimpError, match=r"a=b\.json is not JSON"):
+        Cluster.load(written)
+    written.write_text('{"format": "scrimp.cluster", "version": 2}')
+    with pytest.raises(ScrimpError, match=r"a=b\.json is no cluster as `to_json` writes it: KeyError 'default'"):
+        Cluster.load(written)

@@ -131,7 +131,11 @@ def test_a_batch_that_the_forward_does_not_take(inputs: Any, says: str) -> None:
         ({"saving": ("recompute",)}, r"saving=\('recompute',\): .* of which 'keep' must be one"),
         ({"saving": ("keep", "drop")}, r"saving=\('keep', 'drop'\)"),
         ({"saving": None}, r"saving=None"),
-        ({"seconds": 0}, r"seconds=0, gap=0\.01: seconds is more than 0"),
+        ({"seconds": -1}, r"seconds=-1, gap=0\.01: seconds is 0 or more"),
+        (
+            {"mesh": "x=4"},
+            r"x=4 has 4 devices, and the cluster 8: the other 4 would do nothing\. Give .* \(x=8\), or .* of 4 devices",
+        ),
         ({"gap": 1}, r"gap=1: .* gap from 0 to less than 1"),
         ({"gap": float("nan")}, r"gap=nan"),
         ({"budget": 0}, r"budget=0: give a size"),

@@ -13,6 +13,7 @@ import torch
 from scrimp import Cluster, FitError, Plan, PlanError, plan, zoo
 from scrimp.capture import Graph
 from scrimp.planner import evaluate
+from scrimp.planner._deadline import Deadline
 from scrimp.planner._devices import stage_cluster
 from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._micro import micro_batch, rows_of
@@ -95,7 +96,7 @@ def planner(
         graph=graph, models=tuple(models[k] for k in range(len(models))), moves=assembly.moves, precision=assembly.precision,
         rates=assembly.rates, ways=("keep",), links=links, micro_batches=micro_batches, interleave=interleave,
     )  # fmt: skip
-    return Planner(setup, "memory", 1 << 40, seconds=60, gap=0.0, say=lambda words: None)
+    return Planner(setup, "memory", 1 << 40, deadline=Deadline.after(60), gap=0.0, say=lambda words: None)
 
 
 def test_no_other_cut_has_a_smaller_peak() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from scrimp import Cluster, Mesh, zoo
 from scrimp.planner import _near
 from scrimp.planner._bound import bound_on
+from scrimp.planner._deadline import Deadline
 from scrimp.planner._evaluate import evaluate
 from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._near import Ask, best_on, merged_meshes
@@ -34,7 +34,7 @@ def ask(objective: str = "memory", limit: int | None = None) -> Ask:
     precision = precision_of("bf16", "adamw")
     assert precision is not None
     return Ask(
-        precision=precision, ways=("keep",), objective=objective, limit_nbytes=limit, gap=0.02, until=time.perf_counter() + 60,
+        precision=precision, ways=("keep",), objective=objective, limit_nbytes=limit, gap=0.02, deadline=Deadline.after(60),
         say=lambda words: None,
     )  # fmt: skip
 

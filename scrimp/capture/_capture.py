@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from scrimp.capture._clean import WAY_OUT, clean, tensor_of
+from scrimp.capture._decided import decided
 from scrimp.capture._depth import Run, lengthened, runs_of, shortened
 from scrimp.capture._dynamo_private import Refused, line_of, storage_of, trace
 from scrimp.capture._failure import failure
@@ -86,6 +87,7 @@ class _Capture:
             torch.enable_grad(),
             stand_ins(self.model, self.mode) as known,
             as_in_training(self.model, self.given),
+            decided(),
             shortened(self.model, self.runs),
         ):
             module, tensors, effects = self._trace()
@@ -122,11 +124,31 @@ class _Capture:
             if failed is not None:
                 given = ", ".join(f"{name} {tuple(each.shape)} {dtype_name(each.dtype)}" for name, each in self.given.items())
                 raise CaptureError(f"{failed}; the batch is {given or 'empty'}") from error
+            where = self.places.at(error.frames)
+            way_out = _way_out(self.model) if "experts" in where else WAY_OUT
             raise CaptureError(
-                f"{self.places.at(error.frames)}: the forward depends on the values of tensors, or does what "
-                f"cannot be traced ({error.reason}); {_way_out(self.model)}"
+                f"{where}: the forward depends on the values of tensors, or does what "
+                f"cannot be traced ({error.reason}); {self._in_eval()}{way_out}"
             ) from error
         return module, tensors, effects
+
+    def _in_eval(self) -> str:
+        """Whether it can be traced without what only training does; tried, as it is said of the whole model alone."""
+        training = [module for module in self.model.modules() if module.training]
+        if self.runs or not training:
+            return ""
+        try:
+            self.model.eval()
+            trace(_Loss(self.model), (self.args, self.kwargs))
+        except Exception:  # whatever it is, it is no way out
+            return ""
+        finally:
+            for module in training:
+                module.training = True
+        return (
+            "it is what only training does: after model.eval() the model can be planned, without dropout; or set the rate of "
+            "what is dropped to 0 (Hugging Face: layerdrop in the config); or "
+        )
 
     def _batch(self, holders: list[fx.Node], tensors: list[Tensor], owned: Mapping[fx.Node, Parameter]) -> dict[fx.Node, str]:
         names = {id(leaf): name for name, leaf in zip(self.names, _tensors((self.args, self.kwargs)), strict=True)}
@@ -239,8 +261,14 @@ def _share(one: fx.Node, two: fx.Node) -> bool:
 
 
 def _way_out(model: nn.Module) -> str:
-    if getattr(getattr(model, "config", None), "num_local_experts", None) is not None:
-        return f"for Mixtral and its like set experts_implementation='batched_mm' in the config; or {WAY_OUT}"
+    """Experts one after the other look for their tokens in the data; so do products of groups where they are not of bf16."""
+    config = getattr(model, "config", None)
+    experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if experts and getattr(config, "_experts_implementation", None) != "batched_mm":
+        return (
+            "for Mixtral and its like set experts_implementation='batched_mm' in the config ('grouped_mm' is for bf16); or "
+            f"{WAY_OUT}"
+        )
     return WAY_OUT
 
 

@@ -21,6 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_HERE = os.path.join(os.path.dirname(__file__), "")
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 # Torch 2.11 cannot sort the set of ignored functions, and says so at every capture; fakes print a trace of whatever fails on
 # them, which is an error that is told.
@@ -91,7 +92,8 @@ def line_of(stack_trace: str | None) -> str:
     ]
     if not files:
         return "?"
-    own = [line for line in files if not line.startswith(_TORCH) or line.startswith(os.path.join(_TORCH, "nn", ""))]
+    given = [line for line in files if not line.startswith(_HERE)]  # calls that stand in for torch's own
+    own = [line for line in given if not line.startswith(_TORCH) or line.startswith(os.path.join(_TORCH, "nn", ""))]
     name, _, rest = (own or files)[-1].partition('", line ')
     return f"{_short(name)}:{rest.partition(',')[0].strip()}"
 

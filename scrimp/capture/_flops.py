@@ -19,7 +19,7 @@ def flops(target: str, inputs: Sequence[Shape], outputs: Sequence[Shape | None],
     whether a convolution is."""
     name = target.removeprefix("aten.").partition(".")[0]
     match name:
-        case "mm" | "bmm":
+        case "mm" | "bmm" | "_grouped_mm":  # every row, or every column, is in one group
             return _product(inputs[0], inputs[1])
         case "addmm" | "baddbmm" | "addbmm":
             return _product(inputs[1], inputs[2])

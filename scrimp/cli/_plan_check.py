@@ -14,9 +14,8 @@ from scrimp.cli._files import check_writable
 from scrimp.cli._set import pairs
 from scrimp.cluster import Cluster
 from scrimp.errors import PlanError, ScrimpError
-from scrimp.layout import Mesh
 from scrimp.ledger import parse_nbytes
-from scrimp.planner._devices import stage_cluster
+from scrimp.planner._devices import stage_cluster, whole_mesh
 from scrimp.planner._pipeline import schedules
 from scrimp.planner._question import check_names
 from scrimp.planner._what_if import change_of
@@ -58,7 +57,7 @@ def _check_schedule(
     for count in counts:
         part = stage_cluster(cluster, count)[0] if isinstance(count, int) and count > 1 else cluster
         if mesh is not None and isinstance(count, int):
-            part.axis_links(Mesh.parse(mesh))  # says if it is too large
+            whole_mesh(part, mesh, "the cluster" if part is cluster else "a stage")
 
 
 def _check_questions(

@@ -58,10 +58,18 @@ class Cluster:
 
     @classmethod
     def load(cls, source: str | Path) -> Cluster:
-        """From a TOML file, or from such text; docs/clusters.md says what may stand in it."""
-        from scrimp.cluster._toml import load
+        """From a file or from its text: TOML, of which docs/clusters.md says what may stand in it, or what `to_json` writes."""
+        from scrimp.cluster._toml import hardware_of, read_source
 
-        return cls._of(load(source))
+        text, name = read_source(source)
+        if text.lstrip().startswith("{"):
+            try:
+                return cls.from_json(text)
+            except json.JSONDecodeError as error:
+                raise ScrimpError(f"{name} is not JSON: {error}") from error
+            except (KeyError, TypeError) as error:
+                raise ScrimpError(f"{name} is no cluster as `to_json` writes it: {type(error).__name__} {error}") from error
+        return cls._of(hardware_of(text, name))
 
     @classmethod
     def _of(cls, hardware: Hardware) -> Cluster:

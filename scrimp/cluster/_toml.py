@@ -64,15 +64,29 @@ _TABLES: dict[str, dict[str, tuple[str, Read]]] = {
 }
 
 
-def load(source: str | Path) -> Hardware:
-    """From a file, or from the text itself, which has an `=` in it."""
-    if isinstance(source, Path) or "=" not in source:
-        try:
-            text, name = Path(source).read_text(), str(source)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ScrimpError(f"cluster file {source} cannot be read: {error}") from error
-    else:
-        text, name = source, "cluster"
+def read_source(source: str | Path) -> tuple[str, str]:
+    """The text of a cluster, and what to call it in an error. A `Path` is a file. A text is one too, unless it is of several
+    lines, or no file has that name and it reads like TOML (`=`) or JSON (`{`)."""
+    reads_like_text = isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{"))
+    if isinstance(source, str) and (reads_like_text or ("=" in source and not _is_file(source))):
+        if not reads_like_text and source.endswith((".toml", ".json")):
+            raise ScrimpError(f"cluster file {source} cannot be read: there is no such file")
+        return source, "cluster"
+    try:
+        return Path(source).read_text(), str(source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScrimpError(f"cluster file {source} cannot be read: {error}") from error
+
+
+def _is_file(source: str) -> bool:
+    try:
+        return Path(source).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a null in it
+        return False
+
+
+def hardware_of(text: str, name: str) -> Hardware:
+    """From TOML."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

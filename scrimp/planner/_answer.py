@@ -58,6 +58,7 @@ def answered(assembly: Assembly, solution: Solution) -> dict[str, Any]:
         "seconds": solution.seconds,
         "gap": solution.phases[0].gap,
         "seconds_gap": solution.phases[-1].gap,
+        "held_nbytes": solution.held_nbytes,
         "layers": tuple(layers_of(assembly, solution)),
         "spent_seconds": solution.spent_seconds,
     }

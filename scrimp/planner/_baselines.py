@@ -25,10 +25,13 @@ from scrimp.planner._layer import LayerModel
 from scrimp.planner._options import Option
 from scrimp.planner._problem import Problem
 from scrimp.planner._roles import COLUMN, HEADS, ROW, STREAM, TABLE, WHOLE, product_of, roles_of, scores_of, width_of
-from scrimp.planner._states import NOTHING, levels
+from scrimp.planner._states import GRADIENTS, NOTHING, STATES, WEIGHTS, levels
 from scrimp.planner._ways import KEEP, RECOMPUTE
 
 SELECTIVE, FULL = "selective", "full"
+# What data parallelism shares out at rest; and tensor parallelism: whether it splits the sequence, and what it shares out.
+SHARED = {"ddp": NOTHING, "zero-1": STATES, "zero-2": GRADIENTS, "zero-3": WEIGHTS}
+SPLIT = {"tp": (False, NOTHING), "tp-sp": (True, NOTHING), "tp-sp-dist-opt": (True, STATES)}
 Fits = Callable[[Option, dict[str, int | None]], bool]  # by option, and the atom that each axis splits
 
 
@@ -71,21 +74,32 @@ class Baseline:
                     f"{problem.nodes[node].name}: it is to run again, and the problem knows only {', '.join(ways.names)}"
                 )
             allowed[node] = [option.split in kept and name == way for option in model.options[g] for name in ways.names]
+        level = self._level(assembly)
         for node in assembly.rest.values():
-            allowed[node] = [
-                all(value == (self.shared if axis in self.dp else NOTHING) for axis, value in zip(mesh.names, level, strict=True))
-                for level in levels(mesh, assembly.precision)
-            ]
-            if not any(allowed[node]):
-                raise PlanError(
-                    f"{problem.nodes[node].name}: level {self.shared} of sharing out is none of precision "
-                    f"'{assembly.precision.name}', whose gradients take no room of their own; take 'megatron-bf16'"
-                )
+            allowed[node] = [each == level for each in levels(mesh, assembly.precision)]
         nodes = tuple(
             replace(node, seconds=tuple(one if mark else inf for one, mark in zip(node.seconds, allowed[k], strict=True)))
             for k, node in enumerate(problem.nodes)
         )
         return replace(problem, nodes=nodes, limit_nbytes=None)
+
+    def shared_out(self, assembly: Assembly, choice: Sequence[int]) -> tuple[int, ...]:
+        """A choice of a baseline that differs in what it shares out alone, as one of this."""
+        found, level = list(choice), levels(assembly.moves.mesh, assembly.precision).index(self._level(assembly))
+        for node in assembly.rest.values():
+            found[node] = level
+        return tuple(found)
+
+    def _level(self, assembly: Assembly) -> tuple[int, ...]:
+        """By axis, what is shared out."""
+        mesh, precision = assembly.moves.mesh, assembly.precision
+        level = tuple(self.shared if axis in self.dp else NOTHING for axis in mesh.names)
+        if level not in levels(mesh, precision):
+            raise PlanError(
+                f"level {self.shared} of sharing out is none of precision '{precision.name}', whose gradients take no room of "
+                "their own; take 'megatron-bf16'"
+            )
+        return level
 
     def _is_transformer(self, graph: Graph, models: Sequence[LayerModel], roles: Sequence[Sequence[str]]) -> None:
         """Or tensor parallelism has nothing to say of it."""

@@ -14,6 +14,7 @@ from math import inf
 
 import numpy as np
 
+from scrimp.planner._deadline import Deadline
 from scrimp.planner._layers import OnMesh
 from scrimp.planner._model import PEAK
 from scrimp.planner._problem import Hold, Problem
@@ -25,13 +26,19 @@ _ANY_GAP = 0.99  # the linear program's bound is what is wanted, not a solution
 _SECONDS = 20.0
 
 
-def bound_on(on: OnMesh, precision: Precision, ways: Sequence[str], objective: str = PEAK, limit: int | None = None) -> float:
-    """Bytes of the peak, or seconds within the limit."""
+def bound_on(
+    on: OnMesh, precision: Precision, ways: Sequence[str], objective: str = PEAK, limit: int | None = None, *,
+    deadline: Deadline | None = None,
+) -> float:  # fmt: skip
+    """Bytes of the peak, or bytes held or seconds within the limit. Past the deadline the linear program is left out, and the
+    bound is lower."""
     assembly = on.assembly(precision, ways, alone=True)
     points = sorted(point for part in assembly.parts if part.count == 1 for point in _points(part))
     problem = _at(assembly.sketch.problem(), points)
     most = inf if limit is None or objective == PEAK else limit
-    return Session(problem).minimise(objective, limit=most, seconds=_SECONDS, gap=_ANY_GAP).phase.bound
+    session = Session(problem)
+    seconds = _SECONDS if deadline is None else min(_SECONDS, deadline.left())
+    return session.minimise(objective, limit=most, seconds=seconds, gap=_ANY_GAP).phase.bound
 
 
 def _points(part: Part) -> list[int]:

@@ -7,6 +7,7 @@ from math import gcd
 
 from scrimp.cluster import Cluster, Link
 from scrimp.errors import PlanError
+from scrimp.layout import Mesh
 
 
 def stage_cluster(cluster: Cluster, stages: int) -> tuple[Cluster, tuple[Link, ...]]:
@@ -29,3 +30,17 @@ def stage_cluster(cluster: Cluster, stages: int) -> tuple[Cluster, tuple[Link, .
         near = all((here + k) // per_node == (there + k) // per_node for k in range(count))
         links.append(hardware.inside_link if near else hardware.between_link)
     return replace(cluster, hardware=part, default=default), tuple(links)
+
+
+def whole_mesh(cluster: Cluster, mesh: Mesh | str, where: str = "the cluster") -> Mesh:
+    """A mesh of all of the cluster's devices; another one is refused."""
+    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    cluster.axis_links(mesh)  # says if it is too large
+    devices = mesh.size if cluster.hardware is None else cluster.hardware.devices
+    if mesh.size < devices:
+        every = f"{mesh.names[0]}={devices}" if len(mesh.axes) == 1 else f"axes whose product is {devices}"
+        raise PlanError(
+            f"the mesh {mesh} has {mesh.size} devices, and {where} {devices}: the other {devices - mesh.size} would do nothing. "
+            f"Give a mesh of all of them ({every}), or plan for {where} of {mesh.size} devices"
+        )
+    return mesh

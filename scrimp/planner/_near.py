@@ -6,12 +6,15 @@ being one: a plan on those is a plan on three, where both split the same. From t
 been chosen is looked at too, all of it at once, by the same integer program, until nothing better comes of it.
 
 That proves nothing, but what no plan can be below is known (`_bound.py`).
+
+Every search has the choices of known parallelisms as its first incumbents (`_starts.py`). They are evaluated even if the deadline
+has passed; one of them is then the answer, if it is within the limit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import ne
 
@@ -20,48 +23,49 @@ from scrimp.errors import FitError
 from scrimp.layout import Mesh
 from scrimp.planner._assemble import Assembly
 from scrimp.planner._bound import bound_on
+from scrimp.planner._deadline import Deadline
 from scrimp.planner._layers import Layers, Looked, OnMesh
-from scrimp.planner._model import PEAK, SECONDS
+from scrimp.planner._model import HELD, PEAK, SECONDS
 from scrimp.planner._options import Split
 from scrimp.planner._problem import Problem
 from scrimp.planner._progress import in_words
 from scrimp.planner._session import Session
-from scrimp.planner._solve import MEMORY, TIME, Solution, answer
+from scrimp.planner._solve import MEMORY, REDUNDANCY, TIME, Solution, answer
+from scrimp.planner._starts import Known
 from scrimp.planner._states import Precision, levels
 
 MOST = 64  # ways to split an operator, all of which are looked at at once
 BETTER = 1e-3  # as a part, what is worth another look
 START_GAP = 0.05  # good enough to look on from
+_MEASURES = {MEMORY: PEAK, TIME: SECONDS, REDUNDANCY: HELD}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What is wanted of a plan on any mesh. `until`: by `time.perf_counter()`."""
+    """What is wanted of a plan on any mesh."""
 
     precision: Precision
     ways: Sequence[str]
     objective: str
     limit_nbytes: int | None
     gap: float
-    until: float
+    deadline: Deadline
     say: Callable[[str], None]
-
-    @property
-    def left(self) -> float:
-        return max(self.until - time.perf_counter(), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """`on`: what is known of the mesh. `bound`: what the objective (bytes of the peak, or seconds) cannot be below. `near`: not
-    all ways to split were looked at, and `bound` is that of all of them, and of layers that choose each for itself."""
+    """`on`: what is known of the mesh. `bound`: what the objective (bytes of the peak, bytes held, or seconds) cannot be below;
+    None: not asked for yet. `near`: not all ways to split were looked at, and `bound` is that of all of them, and of layers that
+    choose each for itself. `searched`: not so where only known parallelisms were compared."""
 
     on: OnMesh
     assembly: Assembly
     problem: Problem
     solution: Solution
-    bound: float
+    bound: float | None
     near: bool
+    searched: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +77,58 @@ class Chosen:
 
 
 def best_on(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask) -> Best:
-    on = OnMesh(layers, cluster, mesh)
+    """If too little time is left to search: the best of the known parallelisms, or, if none is within the limit, a short
+    search. To draw up the whole problem takes a quarter to half as long as theirs."""
+    begin, on = time.monotonic(), OnMesh(layers, cluster, mesh)
+    known = [*_known_on(on, ask)]
+    if known and ask.deadline.left() <= (time.monotonic() - begin) / 4:
+        least = _least(known, ask)
+        if least is not None:
+            return least
+    firsts = [_chosen(one) for one in known]
     if max((len(ways) for groups in on.every for ways in groups), default=0) <= MOST:
-        return _solved(on, ask)
+        return _solved(on, ask, starts=firsts)
     starts = [_start(layers, cluster, merged, at, ask) for merged, at in merged_meshes(mesh)]
-    bound = bound_on(on, ask.precision, ask.ways, SECONDS if ask.objective == TIME else PEAK, ask.limit_nbytes)
+    bound = bound_of(on, ask, ask.deadline.part(1 / 4))
     best: Best | None = None
     while True:
         ask.say(f"planning on the mesh {mesh}, near what has been found")
-        found = _solved(on, ask, near(on, starts), starts, bound)
+        found = _solved(on, ask, near(on, starts, firsts), [*starts, *firsts], bound)
         if best is not None and not _better(found, best, ask.objective):
             return best
         best = found
-        if time.perf_counter() > ask.until:
+        if ask.deadline.passed:
             return best
         starts = [_chosen(found)]
+
+
+def best_known_on(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask) -> Best | None:
+    """Of known parallelisms alone, within the limit; None if there is none."""
+    return _least(_known_on(OnMesh(layers, cluster, mesh), ask), ask)
+
+
+def _least(known: Iterable[Best], ask: Ask) -> Best | None:
+    within = [one for one in known if ask.limit_nbytes is None or one.solution.peak_nbytes <= ask.limit_nbytes]
+    return min(within, key=lambda one: order(one.solution, ask.objective), default=None)
+
+
+def bound_of(on: OnMesh, ask: Ask, deadline: Deadline) -> float:
+    """Of what is asked to be least, over all ways to split."""
+    return bound_on(on, ask.precision, ask.ways, _MEASURES[ask.objective], ask.limit_nbytes, deadline=deadline)
+
+
+def order(solution: Solution, objective: str) -> tuple[float, float]:
+    """The less, the better."""
+    first = {MEMORY: solution.peak_nbytes, REDUNDANCY: solution.held_nbytes}.get(objective, solution.seconds)
+    return first, solution.peak_nbytes if objective == TIME else solution.seconds
+
+
+def _known_on(on: OnMesh, ask: Ask) -> Iterator[Best]:
+    ask.say(f"comparing known parallelisms on the mesh {on.mesh}")
+    for one in Known(on, ask.precision, ask.ways).every():
+        yield Best(
+            on=on, assembly=one.assembly, problem=one.problem, solution=one.solution, bound=None, near=True, searched=False
+        )
 
 
 def merged_meshes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
@@ -98,25 +139,27 @@ def merged_meshes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
         yield merged, tuple(j if j <= k else j - 1 for j in range(len(mesh.axes)))
 
 
-def near(on: OnMesh, starts: Sequence[Chosen]) -> Looked:
-    """Of each group what some layer chose, and all that differs from that in one axis."""
+def near(on: OnMesh, starts: Sequence[Chosen], also: Sequence[Chosen] = ()) -> Looked:
+    """Of each group what some layer chose, and all that differs from that in one axis; of `also` what was chosen alone."""
     graph, looked = on.layers.graph, []
     for k, groups in enumerate(on.every):
         mine = [j for j, part in enumerate(on.layers.parts) if graph.layers[part.first].graph == k]
-        looked.append(
-            tuple(_around(ways, {start.splits[j, g][0] for start in starts for j in mine}) for g, ways in enumerate(groups))
-        )
+        looked.append(tuple(_around(ways, _splits(starts, mine, g), _splits(also, mine, g)) for g, ways in enumerate(groups)))
     return tuple(looked)
 
 
-def _around(ways: Sequence[Split], chosen: set[Split]) -> tuple[Split, ...]:
-    return tuple(way for way in ways if any(sum(map(ne, way, one)) <= 1 for one in chosen))
+def _splits(starts: Sequence[Chosen], parts: Sequence[int], g: int) -> set[Split]:
+    return {start.splits[j, g][0] for start in starts for j in parts}
+
+
+def _around(ways: Sequence[Split], chosen: set[Split], also: set[Split]) -> tuple[Split, ...]:
+    return tuple(way for way in ways if way in also or any(sum(map(ne, way, one)) <= 1 for one in chosen))
 
 
 def _start(layers: Layers, cluster: Cluster, merged: Mesh, at: Sequence[int], ask: Ask) -> Chosen:
     """What is best on a mesh of fewer axes, as a choice of the mesh itself; if nothing is within the limit, the least."""
     ask.say(f"planning on the mesh {merged}")
-    soon = replace(ask, until=time.perf_counter() + ask.left / 4, gap=max(ask.gap, START_GAP))
+    soon = replace(ask, deadline=ask.deadline.part(1 / 4), gap=max(ask.gap, START_GAP))
     try:
         best = best_on(layers, cluster, merged, soon)
     except FitError:
@@ -136,7 +179,7 @@ def _solved(
     session = Session(problem, progress=in_words(ask.say, f"on the mesh {on.mesh}: "))
     for start in starts:
         session.learn(_choice(assembly, start))
-    seconds = ask.left if looked is None else ask.left / 2
+    seconds = ask.deadline.left() / (1 if looked is None else 2)
     solution = answer(session, ask.objective, ask.limit_nbytes, slack=0.0, seconds=seconds, gap=ask.gap, begin=time.monotonic())
     known = solution.phases[0].bound if bound is None else bound
     return Best(on=on, assembly=assembly, problem=problem, solution=solution, bound=known, near=looked is not None)
@@ -166,9 +209,5 @@ def _choice(assembly: Assembly, chosen: Chosen) -> tuple[int, ...]:
 
 def _better(one: Best, other: Best, objective: str) -> bool:
     """By enough to look on."""
-    a, b = one.solution, other.solution
-    if objective == TIME:
-        return a.seconds < (1 - BETTER) * b.seconds
-    return a.peak_nbytes < (1 - BETTER) * b.peak_nbytes or (
-        a.peak_nbytes <= b.peak_nbytes and a.seconds < (1 - BETTER) * b.seconds
-    )
+    (a, a_then), (b, b_then) = order(one.solution, objective), order(other.solution, objective)
+    return a < (1 - BETTER) * b or (objective != TIME and a <= b and a_then < (1 - BETTER) * b_then)

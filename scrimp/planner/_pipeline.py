@@ -9,6 +9,7 @@ from scrimp.cluster import Cluster, Link
 from scrimp.errors import PlanError
 from scrimp.planner._answer import layers_of, memory_at
 from scrimp.planner._assemble import Assembly
+from scrimp.planner._deadline import Deadline
 from scrimp.planner._options import Work as Seconds
 from scrimp.planner._plan import KeptWhole, Plan, PlannedLayers, PlannedMemory, PlannedStage, Schedule
 from scrimp.planner._solve import Solution
@@ -24,7 +25,7 @@ _TIMES = (1, 2, 4)  # micro-batches, as often as there are stages
 
 def staged_plan(
     assembly: Assembly, cluster: Cluster, links: tuple[Link, ...], *, optimizer: str, objective: str, limit: int,
-    micro_batches: int, interleave: int, seconds: float, gap: float, ways: Sequence[str], work: Seconds, say: Say,
+    micro_batches: int, interleave: int, deadline: Deadline, gap: float, ways: Sequence[str], work: Seconds, say: Say,
 ) -> Plan:  # fmt: skip
     """`assembly`: of all layers on the mesh of a stage, a micro-batch long; `links`: from stage to stage."""
     graph = assembly.graph
@@ -40,7 +41,7 @@ def staged_plan(
         raise PlanError(
             f"{len(links)} stages{each} of a model of {len(graph.layers)} layers: take fewer, a piece is a layer at least"
         )
-    found = Planner(setup, objective, limit, seconds=seconds, gap=gap, say=say).run()
+    found = Planner(setup, objective, limit, deadline=deadline, gap=gap, say=say).run()
     stages = tuple(_planned_stage(setup, stage, solution) for stage, solution in zip(found.stages, found.solutions, strict=True))
     return Plan(
         mesh=assembly.moves.mesh,
@@ -52,6 +53,7 @@ def staged_plan(
         seconds=found.seconds,
         gap=found.gap,
         seconds_gap=max(solution.phases[-1].gap for solution in found.solutions),
+        held_nbytes=sum(solution.held_nbytes for solution in found.solutions) // len(found.solutions),
         layers=_layers(found),
         whole=_whole(found, work),
         schedule=Schedule(micro_batches=micro_batches, stages=stages, bubble=found.timing.bubble),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scrimp.planner._explain import Explanation
 
 FORMAT, VERSION = "scrimp.plan", 1
+NOISE = 0.01  # of a plan's peak, or of its step: less is not worth a word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,10 +151,12 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`gap`: by how much at most what was asked to be least could be less (the peak, the redundant bytes, or the seconds), as a
+    """`gap`: by how much at most what was asked to be least could be less (the peak, the bytes held, or the seconds), as a
     part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that. `bound_nbytes`: below
-    which no plan on the mesh is, if every layer chose for itself (0: not asked). With a `schedule` the mesh is that
-    of a stage, and `memory` that of the stage with the largest peak."""
+    which no plan on the mesh is, if every layer chose for itself (0: not asked). `held_nbytes`: of all that a device holds at
+    some time of a step, each tensor counted once; with stages, on average. "redundancy" makes it least. `late`: meshes for which
+    there was no time to search; known parallelisms were compared there. With a `schedule` the mesh is that of a stage, and
+    `memory` that of the stage with the largest peak."""
 
     mesh: Mesh
     cluster: str
@@ -166,10 +169,23 @@ class Plan:
     seconds_gap: float
     layers: tuple[PlannedLayers, ...]
     bound_nbytes: int = 0
+    held_nbytes: int = 0
+    late: tuple[str, ...] = ()
     spent_seconds: float = 0.0
     whole: tuple[KeptWhole, ...] = ()
     schedule: Schedule | None = None
     asked: Any = field(default=None, compare=False, repr=False)  # the problem and its answer, where it was planned just now
+
+    @property
+    def costly(self) -> tuple[KeptWhole, ...]:
+        """Of `whole` those that are worth a word: that have more than `NOISE` of the peak on a device while they run; and of the
+        others so many that what is left takes no more than `NOISE` of a step, all together."""
+        found, left = [], NOISE * self.seconds
+        for each in sorted(self.whole, key=lambda each: each.seconds):
+            left -= each.seconds
+            if left < 0 or each.redundant_nbytes > NOISE * self.memory.peak_nbytes:
+                found.append(each)
+        return tuple(each for each in self.whole if each in found)
 
     def summary(self) -> str:
         lines = [
@@ -183,12 +199,23 @@ class Plan:
             + (f", {format_nbytes(kind.redundant_nbytes)} of it elsewhere too" if kind.redundant_nbytes else "")
             for kind in self.memory.kinds
         ]
-        lines += [f"step      {self.seconds:.4g} s", f"gap       {self.gap:.2%} at most; of the seconds {self.seconds_gap:.2%}"]
+        if self.objective == "redundancy":
+            lines.append(f"held      {format_nbytes(self.held_nbytes)} a device in a step, each tensor counted once")
+        of = " of the bytes held" if self.objective == "redundancy" else ""
+        lines += [
+            f"step      {self.seconds:.4g} s",
+            f"gap       {self.gap:.2%} at most{of}; of the seconds {self.seconds_gap:.2%}",
+        ]
         if self.bound_nbytes:
             lines.append(
                 f"bound     {format_nbytes(self.bound_nbytes)}: no plan on this mesh is below, chose each layer for itself"
             )
-        lines += [f"whole     {each}" for each in self.whole]
+        if self.late:
+            lines.append(
+                f"time      it ended before a search on {_and(self.late)}: only known parallelisms were compared there; "
+                "give more seconds, or one mesh"
+            )
+        lines += [f"whole     {each}" for each in self.costly]
         return "\n".join(lines)
 
     def explain(self, name: str, *, seconds: float = 20.0) -> Explanation:
@@ -257,8 +284,13 @@ class Plan:
             schedule=None if schedule is None else _schedule(schedule),
             layers=tuple(_layers(layer) for layer in data.pop("layers")),
             whole=tuple(KeptWhole(**each) for each in data.pop("whole")),
+            late=tuple(data.pop("late", ())),
             **data,
         )
+
+
+def _and(meshes: tuple[str, ...]) -> str:
+    return f"the mesh {meshes[0]}" if len(meshes) == 1 else f"{len(meshes)} meshes ({'; '.join(meshes)})"
 
 
 def _star(axes: tuple[str, ...]) -> str:

@@ -42,8 +42,8 @@ def check_names(*, precision: Any, optimizer: Any, objective: Any, seconds: Any,
     _check_name("precision", precision, PRECISIONS)
     _check_name("optimizer", optimizer, (*OPTIMIZERS,))
     _check_name("objective", objective, (MEMORY, TIME, REDUNDANCY))
-    if not (_is_number(seconds) and seconds > 0 and _is_number(gap) and 0 <= gap < 1):
-        raise PlanError(f"seconds={seconds!r}, gap={gap!r}: seconds is more than 0, gap from 0 to less than 1")
+    if not (_is_number(seconds) and seconds >= 0 and _is_number(gap) and 0 <= gap < 1):
+        raise PlanError(f"seconds={seconds!r}, gap={gap!r}: seconds is 0 or more, gap from 0 to less than 1")
 
 
 def _check_inputs(inputs: Any) -> None:

@@ -125,6 +125,8 @@ class _Question:
             self.search(self.best or start, turns, stop=True)  # of a large problem's peak it is by far the slower
         if self.close_enough(_EQUAL):
             return self.found(proven=True)
+        if self.best is not None and time.monotonic() > self.deadline:
+            return self.found(proven=True)  # to draw up the linear program may take long
         # Any point can be the peak. A limit is reached at few points, and those come to light (`_relax.py`).
         self.session.model.restart(self.units(), np.arange(len(reduced.floor) if self.objective == PEAK else 0))
         return self.found(proven=not self.relax() or self.branch())

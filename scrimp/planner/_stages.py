@@ -2,7 +2,7 @@
 
     memory       the least peak of the worst stage; then every stage the fastest within that
     time         the cut whose busiest stage is fastest, and then the others, within the limit
-    redundancy   cut as for memory; then every stage with the fewest bytes that are there more than once
+    redundancy   cut as for memory; then every stage with the fewest bytes held, and the gap is to that, with this cut
 
 The cut is chosen by `_cuts.py`: a stage's value is its integer program's, its bound what its weights, and what it saves of each
 micro-batch in flight, are at least over all its devices. Interleaved, a device's pieces are not one after the other: the cut is
@@ -20,6 +20,7 @@ from scrimp.cluster import Link
 from scrimp.errors import FitError
 from scrimp.ledger._sizes import format_nbytes
 from scrimp.planner._cuts import Cut, Kind, Search, best_cut, tables
+from scrimp.planner._deadline import Deadline
 from scrimp.planner._model import PEAK, SECONDS
 from scrimp.planner._schedule import Timing, Work, simulate
 from scrimp.planner._solve import MEMORY, REDUNDANCY, TIME, Solution, answer
@@ -44,10 +45,10 @@ class Staged:
 
 
 class Planner:
-    def __init__(self, setup: Setup, objective: str, limit: int, *, seconds: float, gap: float, say: Say) -> None:
+    def __init__(self, setup: Setup, objective: str, limit: int, *, deadline: Deadline, gap: float, say: Say) -> None:
         self.setup, self.objective, self.limit, self.gap, self.say = setup, objective, limit, gap, say
-        self.deadline = time.monotonic() + seconds
-        self.solve_seconds = max(2.0, seconds / (4 * setup.stages))
+        self.deadline = deadline
+        self.solve_seconds = deadline.left() / (4 * setup.stages)
         self.count = len(setup.graph.layers)
         self.floors = Floors(setup)
         self._stages: dict[tuple[object, ...], Stage] = {}
@@ -63,7 +64,7 @@ class Planner:
                 layers=self.count, stages=setup.stages, kind=self._kind, floor=self._floor, exact=self._exact,
                 score=self._steps if by_time else None,
             )  # fmt: skip
-            found, value, bound = search.run(gap=self.gap, deadline=self.deadline)
+            found, value, bound = search.run(gap=self.gap, deadline=self.deadline.at)
             if found is None or (not by_time and value > self.limit):
                 raise self._no_fit(found)
             cut, gap = found, (value - bound) / value
@@ -95,8 +96,11 @@ class Planner:
         # The other borders do not matter.
         stage = self._stage(s, (*(0 for _ in range(s)), i, *(j for _ in range(self.setup.stages - s))))
         objective, limit = (SECONDS, float(self.limit)) if self.objective == TIME else (PEAK, inf)
-        left = max(1.0, min(self.solve_seconds, self.deadline - time.monotonic()))
-        return stage.least(objective, limit, left, self.gap)
+        return stage.least(objective, limit, self._left(), self.gap)
+
+    def _left(self) -> float:
+        """Seconds to solve a stage once."""
+        return min(self.solve_seconds, self.deadline.left())
 
     def _kind(self, s: int, i: int, j: int) -> Kind:
         classes = "".join(chr(layer.graph) for layer in self.setup.graph.layers[i:j])
@@ -124,7 +128,7 @@ class Planner:
         best = found[0]
         value, worst, bound = self._worst(best)
         for _ in range(_MOVES if memory else 0):
-            if time.monotonic() > self.deadline:
+            if self.deadline.passed:
                 break
             tried = [self._worst(each) + (each,) for each in _moved(best, worst, setup.stages)]
             better = min(tried, default=None)
@@ -137,7 +141,7 @@ class Planner:
 
     def _worst(self, cut: Cut) -> tuple[float, int, float]:
         """The largest peak of a cut's stages, whose it is, and its bound."""
-        peaks = [self._stage(s, cut).least(PEAK, inf, self.solve_seconds, self.gap) for s in range(self.setup.stages)]
+        peaks = [self._stage(s, cut).least(PEAK, inf, self._left(), self.gap) for s in range(self.setup.stages)]
         return max((value, s, bound) for s, (value, bound) in enumerate(peaks))
 
     # The answer.
@@ -153,11 +157,14 @@ class Planner:
         solutions: dict[int, Solution] = {}
         for stage in stages:
             if id(stage.session) not in solutions:
-                left = max(self.solve_seconds, (self.deadline - time.monotonic()) / setup.stages)
+                left = self.deadline.left() / (setup.stages - len(solutions))
                 solutions[id(stage.session)] = answer(
                     stage.session, objective, int(limit), slack=0.0, seconds=left, gap=self.gap, begin=time.monotonic()
                 )
         chosen = [solutions[id(stage.session)] for stage in stages]
+        if objective == REDUNDANCY:
+            held, least = (sum(getattr(one.phases[0], what) for one in chosen) for what in ("value", "bound"))
+            gap = (held - least) / held
         works: list[Work] = []
         every = [stage.works(solution.choice) for stage, solution in zip(stages, chosen, strict=True)]
         for chunk in range(setup.interleave):

@@ -15,6 +15,7 @@ from scrimp.cluster import Cluster
 from scrimp.errors import FitError, PlanError, ScrimpError
 from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner._answer import planned_again
+from scrimp.planner._deadline import Deadline
 from scrimp.planner._plan import Plan
 from scrimp.planner._progress import in_words
 from scrimp.planner._solve import TIME, solve
@@ -94,19 +95,21 @@ def _on(plan: Plan, cluster: Cluster, seconds: float, gap: float, progress: Say 
 
 def _within(plan: Plan, limit: int, seconds: float, gap: float, progress: Say | None) -> Plan:
     """On the mesh of the plan, from what is known of it; and on others, if the mesh was searched for; or near other choices."""
-    asked, say = plan.asked, progress or (lambda words: None)
+    asked, say, deadline = plan.asked, progress or (lambda words: None), Deadline.after(seconds)
+    further = asked.searched or asked.near
     found: list[Plan] = []
     trouble: FitError | None = None
     problem = replace(asked.problem, limit_nbytes=limit)
     words = in_words(say, f"on the mesh {plan.mesh}: ")
     try:
-        solution = solve(problem, objective=TIME, seconds=seconds, gap=gap, warm=asked.solution.choice, progress=words)
+        half = seconds / 2 if further else seconds
+        solution = solve(problem, objective=TIME, seconds=half, gap=gap, warm=asked.solution.choice, progress=words)
         found.append(planned_again(plan, problem, solution, TIME, partial(asked.again, budget=limit, objective=TIME)))
     except FitError as error:
         trouble = FitError(f"on the mesh {plan.mesh}: {error}", least_nbytes=error.least_nbytes)
-    if asked.searched or asked.near:
+    if further:
         try:
-            found.append(asked.again(budget=limit, objective=TIME, seconds=seconds, gap=gap, progress=progress))
+            found.append(asked.again(budget=limit, objective=TIME, seconds=deadline.left(), gap=gap, progress=progress))
         except FitError as error:
             trouble = error
     if not found:

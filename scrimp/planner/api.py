@@ -21,21 +21,23 @@ from scrimp.layout import Mesh
 from scrimp.ledger import parse_nbytes
 from scrimp.planner._answer import answered
 from scrimp.planner._assemble import Assembly
-from scrimp.planner._bound import bound_on
-from scrimp.planner._devices import stage_cluster
+from scrimp.planner._deadline import Deadline
+from scrimp.planner._devices import stage_cluster, whole_mesh
+from scrimp.planner._host_tier import host_tier
 from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._micro import micro_batch, rows_of
-from scrimp.planner._near import Ask, Best, best_on
+from scrimp.planner._near import Ask, Best, best_known_on, best_on, bound_of, order
 from scrimp.planner._pipeline import schedules, staged_plan
 from scrimp.planner._plan import Plan
 from scrimp.planner._problem import Problem
 from scrimp.planner._question import batch_that_no_axis_divides, check_question
-from scrimp.planner._solve import MEMORY, Solution
+from scrimp.planner._solve import MEMORY, REDUNDANCY, TIME, Solution
 from scrimp.planner._states import Precision, accumulating, precision_of
 from scrimp.planner._ways import WAYS
 from scrimp.planner._whole import costs_of_whole
 
 Say = Callable[[str], None]
+_SEARCH = 0.9  # the part of the time for searching; the rest is for the bound of the best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,9 @@ def plan(
     stage. `micro_batches`: equal parts of the batch, whose gradients are summed up. Of both "auto" tries a few. `interleave`: so
     many pieces of the model a stage, which makes devices wait less and hold more.
 
-    `seconds` and `gap`: when the search is good enough. `progress` is told what is being done, and how far the search is."""
+    `seconds`: for the search, after the model was captured. Known parallelisms are compared even if that takes longer, and the
+    plan is never worse than the best of them. `gap`: what is good enough. `progress` is told what is being done, and how far
+    the search is."""
     start, say = time.perf_counter(), progress or (lambda words: None)
     check_question(
         model=model, example_inputs=example_inputs, cluster=cluster, mesh=mesh, objective=objective, optimizer=optimizer,
@@ -93,18 +97,22 @@ def plan(
     devices = 1 if cluster.hardware is None else cluster.hardware.devices
     tries = schedules(stages, micro_batches, interleave, devices, rows_of(example_inputs))
     for count in dict.fromkeys(count for count, _ in tries):
-        _meshes(stage_cluster(cluster, count)[0] if count > 1 else cluster, mesh)
+        if count > 1:
+            _meshes(stage_cluster(cluster, count)[0], mesh, f"a stage (one of {count})")
+        else:
+            _meshes(cluster, mesh)
     limit_of(cluster, budget)
     graphs: dict[int, Graph] = {}
     found: list[Plan] = []
     troubles: list[FitError] = []
+    for micro in dict.fromkeys(micro for _, micro in tries):
+        say("capturing the model")
+        graphs[micro] = captured(model, micro_batch(example_inputs, micro), numbers)
+    deadline = Deadline.after(seconds)
     for k, (count, micro) in enumerate(tries):
-        if micro not in graphs:
-            say("capturing the model")
-            graphs[micro] = captured(model, micro_batch(example_inputs, micro), numbers)
         settings: dict[str, Any] = {
             "mesh": mesh, "budget": budget, "objective": objective, "saving": saving, "gap": gap, "progress": progress,
-            "seconds": (seconds - (time.perf_counter() - start)) / (len(tries) - k),
+            "seconds": deadline.left() / (len(tries) - k),
         }  # fmt: skip
         try:
             if count == micro == 1:
@@ -115,7 +123,7 @@ def plan(
             troubles.append(error)
     made = _best(found, troubles, objective)
     uneven = batch_that_no_axis_divides(next(iter(graphs.values())), made.mesh)
-    for words in (*map(str, made.whole), *([uneven] if uneven else [])):
+    for words in (*map(str, made.costly), *([uneven] if uneven else [])):
         warnings.warn(words, PlanWarning, stacklevel=2)
     return replace(made, spent_seconds=time.perf_counter() - start)
 
@@ -126,24 +134,24 @@ def _staged(
     progress: Say | None,
 ) -> Plan:  # fmt: skip
     """With stages, micro-batches, or both: the best of all meshes of a stage."""
-    start, say, (count, micro, interleave) = time.perf_counter(), progress or (lambda words: None), schedule
+    deadline, say, (count, micro, interleave) = Deadline.after(seconds), progress or (lambda words: None), schedule
     part, links = stage_cluster(cluster, count) if count > 1 else (cluster, (cluster.default,))
     meshes, layers = _meshes(part, mesh), Layers(graph)
     found: list[Plan] = []
     troubles: list[FitError] = []
     for k, each in enumerate(meshes):
         say(f"planning on the mesh {each}, {count} stages, {micro} micro-batches")
-        left = max(5.0, (seconds - (time.perf_counter() - start)) / (len(meshes) - k))
         assembly = OnMesh(layers, part, each).assembly(accumulating(precision) if micro > 1 else precision, saving)
         try:
             one = staged_plan(
                 assembly, cluster, links, optimizer=optimizer, objective=objective, limit=limit_of(cluster, budget),
-                micro_batches=micro, interleave=interleave, seconds=left, gap=gap, ways=saving,
+                micro_batches=micro, interleave=interleave, deadline=deadline.part(1 / (len(meshes) - k)), gap=gap, ways=saving,
                 work=part.on(each).compute_seconds, say=say,
             )  # fmt: skip
             found.append(one)
         except FitError as error:
-            troubles.append(error)
+            words = host_tier(graph, cluster, precision, limit_of(cluster, budget))
+            troubles.append(FitError(f"{error}{words}", least_nbytes=error.least_nbytes))
     return _best(found, troubles, objective)
 
 
@@ -152,29 +160,39 @@ def plan_graph(
     objective: str, saving: Sequence[str], seconds: float, gap: float, progress: Say | None = None,
 ) -> Plan:  # fmt: skip
     """Of what has been captured."""
-    start, say = time.perf_counter(), progress or (lambda words: None)
+    start, say, deadline = time.perf_counter(), progress or (lambda words: None), Deadline.after(seconds)
     meshes, limit, layers = _meshes(cluster, mesh), limit_of(cluster, budget), Layers(graph)
-    found: list[Plan] = []
+    ask = Ask(
+        precision=precision, ways=saving, objective=objective, limit_nbytes=limit, gap=gap, deadline=deadline, say=say
+    )  # fmt: skip
+    found: list[Best] = []
+    late: list[Mesh] = []
     troubles: list[FitError] = []
     for k, each in enumerate(meshes):
-        left = max(5.0, (seconds - (time.perf_counter() - start)) / (len(meshes) - k))
         say(f"planning on the mesh {each}")
-        ask = Ask(
-            precision=precision, ways=saving, objective=objective, limit_nbytes=limit, gap=gap,
-            until=time.perf_counter() + left, say=say,
-        )  # fmt: skip
+        mine = replace(ask, deadline=deadline.part(_SEARCH / (len(meshes) - k)))
+        look = best_known_on if found and deadline.passed else best_on
         try:
-            found.append(_planned(layers, cluster, each, ask, optimizer))
+            one = look(layers, cluster, each, mine)
         except FitError as error:
             few = f", the nearest of {len(meshes)}" if len(meshes) > 1 else ""
-            troubles.append(FitError(f"on the mesh {each}{few}: {error}", least_nbytes=error.least_nbytes))
-    best = _best(found, troubles, objective)
+            words = f"on the mesh {each}{few}: {error}{host_tier(graph, cluster, precision, limit)}"
+            troubles.append(FitError(words, least_nbytes=error.least_nbytes))
+            continue
+        if one is None or not one.searched:
+            late.append(each)
+        if one is not None:
+            found.append(one)
+    if not found:
+        raise _nearest(troubles)
+    best = min(found, key=lambda one: order(one.solution, objective))
     settings: dict[str, Any] = {
         "cluster": cluster, "precision": precision, "optimizer": optimizer, "mesh": mesh, "budget": budget,
         "objective": objective, "saving": saving, "seconds": seconds, "gap": gap,
     }  # fmt: skip
-    asked = replace(best.asked, searched=mesh is None, again=partial(plan_graph, graph, **settings))
-    return replace(best, spent_seconds=time.perf_counter() - start, asked=asked)
+    made = _planned(best, layers, cluster, ask, optimizer)
+    asked = replace(made.asked, searched=mesh is None, again=partial(plan_graph, graph, **settings))
+    return replace(made, late=tuple(map(str, late)), spent_seconds=time.perf_counter() - start, asked=asked)
 
 
 def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], precision: Precision) -> Graph:
@@ -189,10 +207,11 @@ def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
     return capture(_stand_in(model, dtype), tuple(map(cast, example_inputs)))
 
 
-def _planned(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, optimizer: str) -> Plan:
-    best = best_on(layers, cluster, mesh, ask)
-    assembly, problem, solution = best.assembly, best.problem, best.solution
-    value = solution.phases[0].value
+def _planned(best: Best, layers: Layers, cluster: Cluster, ask: Ask, optimizer: str) -> Plan:
+    assembly, problem, solution, mesh = best.assembly, best.problem, best.solution, best.on.mesh
+    value, bound = order(solution, ask.objective)[0], best.bound
+    every = bound_of(best.on, ask, ask.deadline) if bound is None or (ask.objective == MEMORY and not best.near) else bound
+    bound = every if bound is None else bound
     made = Plan(
         mesh=mesh,
         cluster=cluster.to_json(),
@@ -200,36 +219,33 @@ def _planned(layers: Layers, cluster: Cluster, mesh: Mesh, ask: Ask, optimizer: 
         optimizer=optimizer,
         objective=ask.objective,
         **answered(assembly, solution),
-        bound_nbytes=_bound_nbytes(ask, best),
+        bound_nbytes=int(every) if ask.objective == MEMORY else 0,
         whole=costs_of_whole(assembly, problem, solution, cluster.on(mesh).compute_seconds),
         asked=Asked(graph=layers.graph, assembly=assembly, problem=problem, solution=solution, near=best.near),
     )
-    return replace(made, gap=max(value - best.bound, 0.0) / value)
-
-
-def _bound_nbytes(ask: Ask, best: Best) -> int:
-    if ask.objective != MEMORY:
-        return 0
-    return int(best.bound if best.near else bound_on(best.on, ask.precision, ask.ways))
+    return replace(made, gap=max(value - bound, 0.0) / value)
 
 
 def _best(found: Sequence[Plan], troubles: Sequence[FitError], objective: str) -> Plan:
-    """If there is none, the trouble of that which was nearest."""
     if not found:
-        raise min(troubles, key=lambda error: error.least_nbytes or inf)
+        raise _nearest(troubles)
     return min(found, key=lambda one: _order(one, objective))
 
 
+def _nearest(troubles: Sequence[FitError]) -> FitError:
+    """If nothing fits: the trouble of that which was nearest."""
+    return min(troubles, key=lambda error: error.least_nbytes or inf)
+
+
 def _order(one: Plan, objective: str) -> tuple[float, float]:
-    return (one.memory.peak_nbytes, one.seconds) if objective == MEMORY else (one.seconds, one.memory.peak_nbytes)
+    first = {MEMORY: one.memory.peak_nbytes, REDUNDANCY: one.held_nbytes}.get(objective, one.seconds)
+    return first, one.memory.peak_nbytes if objective == TIME else one.seconds
 
 
-def _meshes(cluster: Cluster, mesh: Mesh | str | None) -> tuple[Mesh, ...]:
+def _meshes(cluster: Cluster, mesh: Mesh | str | None, where: str = "the cluster") -> tuple[Mesh, ...]:
     if mesh is None:
         return cluster.meshes(max_axes=2)
-    mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    cluster.axis_links(mesh)  # says if it is too large
-    return (mesh,)
+    return (whole_mesh(cluster, mesh, where),)
 
 
 def limit_of(cluster: Cluster, budget: int | str | None) -> int:

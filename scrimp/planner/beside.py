@@ -9,7 +9,7 @@ tp, tp-sp, tp-sp-dist-opt       Megatron-LM's tensor parallelism, with its seque
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -19,13 +19,12 @@ from scrimp.cluster import Cluster
 from scrimp.errors import PlanError
 from scrimp.layout import Mesh
 from scrimp.planner._answer import answered
-from scrimp.planner._assemble import Assembly
-from scrimp.planner._baselines import FULL, SELECTIVE, Baseline
+from scrimp.planner._baselines import FULL, SELECTIVE, SHARED, SPLIT, Baseline
 from scrimp.planner._layers import Layers, OnMesh
 from scrimp.planner._plan import Plan
-from scrimp.planner._solve import TIME, solve
-from scrimp.planner._states import GRADIENTS, NOTHING, STATES, WEIGHTS, Precision, precision_of
-from scrimp.planner._ways import KEEP, RECOMPUTE
+from scrimp.planner._solve import TIME
+from scrimp.planner._starts import Known
+from scrimp.planner._states import Precision, precision_of
 from scrimp.planner._whole import costs_of_whole
 from scrimp.planner.api import Asked, Say, captured
 
@@ -49,15 +48,13 @@ def _tensor(sequence: bool, shared: int, recompute: str | None) -> Make:
 DATA: Mapping[str, Make] = {
     f"{name}{suffix}": _data(shared, recompute)
     for suffix, recompute in {"": None, "-full": FULL}.items()
-    for name, shared in {"ddp": NOTHING, "zero-1": STATES, "zero-2": GRADIENTS, "zero-3": WEIGHTS}.items()
+    for name, shared in SHARED.items()
 }
 TENSOR: Mapping[str, Make] = {
     f"{name}{suffix}": _tensor(sequence, shared, recompute)
     for suffix, recompute in {"": None, "-selective": SELECTIVE, "-full": FULL}.items()
-    for name, (sequence, shared) in {
-        "tp": (False, NOTHING), "tp-sp": (True, NOTHING), "tp-sp-dist-opt": (True, STATES),
-    }.items()
-}  # fmt: skip
+    for name, (sequence, shared) in SPLIT.items()
+}
 BASELINES: Mapping[str, Make] = {**DATA, **TENSOR}
 
 
@@ -77,19 +74,15 @@ class Drawn:
     def __init__(self, graph: Graph, cluster: Cluster, precision: Precision, optimizer: str) -> None:
         self.graph, self.cluster, self.precision, self.optimizer = graph, cluster, precision, optimizer
         self._layers = Layers(graph)
-        self._known: dict[tuple[Mesh, Baseline], Assembly] = {}
+        self._known: dict[Mesh, Known] = {}
 
     def plan(self, baseline: Baseline, mesh: Mesh, seconds: float = 60.0) -> Plan:
         """`PlanError` if it cannot be made of this model; that it fits is not asked for."""
-        alike = (mesh, replace(baseline, shared=NOTHING, recompute=None))
-        if alike not in self._known:
+        if mesh not in self._known:
             self.cluster.axis_links(mesh)  # says if it is too large
-            ways = (KEEP, RECOMPUTE)
-            on = OnMesh(self._layers, self.cluster, mesh)
-            self._known[alike] = on.assembly(self.precision, ways, narrow=baseline.narrow)
-        assembly = self._known[alike]
-        problem = baseline.restrict(assembly, assembly.sketch.problem())
-        solution = solve(problem, objective=TIME, seconds=seconds, gap=1e-4)
+            self._known[mesh] = Known(OnMesh(self._layers, self.cluster, mesh), self.precision)
+        drawn = self._known[mesh].drawn(baseline, seconds)
+        assembly, problem, solution = drawn.assembly, drawn.problem, drawn.solution
         return Plan(
             mesh=mesh,
             cluster=self.cluster.to_json(),

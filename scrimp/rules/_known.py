@@ -12,6 +12,7 @@ from scrimp.rules._call import bind
 from scrimp.rules._contraction import CONTRACTION
 from scrimp.rules._factories import FACTORIES
 from scrimp.rules._gather_local import GATHER
+from scrimp.rules._grouped import GROUPED
 from scrimp.rules._here import Family, RuleOf
 from scrimp.rules._losses import LOSSES
 from scrimp.rules._norms import NORMS
@@ -25,7 +26,7 @@ from scrimp.rules._text import written
 from scrimp.rules._views import VIEWS
 
 FAMILIES: tuple[Family, ...] = (
-    CONTRACTION, ATTENTION, POINTWISE, REDUCTIONS, SOFTMAX, LOSSES, NORMS, VIEWS, PIECES, GATHER, FACTORIES, POOLING,
+    CONTRACTION, GROUPED, ATTENTION, POINTWISE, REDUCTIONS, SOFTMAX, LOSSES, NORMS, VIEWS, PIECES, GATHER, FACTORIES, POOLING,
 )  # fmt: skip
 # Found by `discover`, as it writes them.
 DISCOVERED: dict[str, str] = {

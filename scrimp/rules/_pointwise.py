@@ -17,8 +17,11 @@ UNMARKED = (
     "aten._to_copy.default",
     "aten.alias.default",
     "aten.contiguous.default",
+    "aten.copy.default",
     "aten.detach.default",
     "aten.elu_backward.default",
+    "aten.fill.Scalar",
+    "aten.fill.Tensor",
     "aten.floor_divide.default",
     "aten.hardsigmoid_backward.default",
     "aten.hardswish.default",
@@ -77,6 +80,8 @@ def _linear(call: Call) -> tuple[tuple[str, ...], ...]:
         return (_ALONE,) if _to_float(call) else ()
     if name in ("add.Tensor", "sub.Tensor") and call.at("other") is None:
         return ()  # a number would be added once by each
+    if name == "copy.default":  # a sum that is cut to whole numbers is another than that of its parts
+        return (("src",),) if call.dtypes[call.at("self") or 0] in REALS else ()
     if name == "masked_fill.Scalar":
         return (_ALONE,) if call.arguments["value"] == 0 else ()
     return _LINEAR.get(name, ())

@@ -38,6 +38,14 @@ def _reduction(kind: str, call: Call, linear: bool = False) -> Rule:
     return draft.rule(*[out] * len(call.op.outputs), linear=[("self",)] if linear else [], talks=talks)
 
 
+def _histogram(call: Call) -> Rule:
+    """Counts of parts add up, unless the data say where the first bin begins."""
+    draft, made = Draft(call), call.made[0]
+    by_data = call.arguments["min"] == call.arguments["max"]
+    draft.put("self", draft.dims(call.shape("self"), WHOLE if by_data else SUM))
+    return draft.rule(draft.dims(made or (call.arguments["bins"],), WHOLE))
+
+
 def _along(call: Call, *, linear: bool) -> Rule | None:
     """Scans and orders: the results have all of the dims, the one that is worked along being whole."""
     rank, made = len(call.shape("self")), call.made[0] or (call.made[-1] if call.made else None)
@@ -124,6 +132,7 @@ REDUCTIONS = family(
         **dict.fromkeys((*_SUMS, *_MEANS), partial(_reduction, SUM, linear=True)),
         **dict.fromkeys(_EXTREMES, partial(_reduction, INSIDE)),
         **dict.fromkeys(_WHOLE, partial(_reduction, WHOLE)),
+        "aten.histc.default": _histogram,
         **{target: partial(_along, linear=linear) for target, linear in _ALONG.items()},
     },
     runs={

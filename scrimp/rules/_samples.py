@@ -52,6 +52,11 @@ def _whole_numbers(bound: Call, operator: str, name: str, shape: tuple[int, ...]
         scores = bound.shape("self")
         labels = torch.randint(scores[0 if len(scores) == 1 else 1], shape, generator=generator)
         return labels.masked_fill(torch.rand(shape, generator=generator) < 0.3, bound.arguments["ignore_index"])
+    if operator == "_grouped_mm":  # where groups end, the last at the end
+        rows = bound.shape("self")[0 if len(bound.shape("mat2")) == 3 else 1]
+        ends = torch.randint(rows + 1, shape, generator=generator).sort().values
+        ends[-1:] = rows
+        return ends
     if name not in ("index", "indices") or "pool" in operator:
         return torch.randint(bound.arguments["num_classes"] if operator == "one_hot" else 5, shape, generator=generator)
     limit = _limit(bound, operator, shape)
