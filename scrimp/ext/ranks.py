@@ -3,8 +3,13 @@
     with RankPool(4) as ranks:
         sums = ranks.run("package.module:function", 1, 2, key="value")    # one result for each rank, in rank order
 
-A job is a module-level function; it runs on every rank inside an initialised process group. Spawning imports the
+A job is a module-level function; it runs on every rank inside an initialised process group. Every rank imports the
 main module of the program anew, so a script that makes a pool needs the usual `if __name__ == "__main__":`.
+
+On Linux a server process imports torch and scrimp once and forks the ranks of all pools of the program; elsewhere every rank is
+spawned and imports them itself, which takes 3 s of a core. A forked rank gets its pool's environment, working folder,
+standard output and standard error. Only variables that a library reads while it is loaded keep the values that they
+had when the program made its first pool.
 """
 
 import atexit
@@ -21,17 +26,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import reduce
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any, NoReturn, Self
 
 START_SECONDS = 120.0  # every rank imports torch at the same time, which is slow where cores are few
 CLOSE_SECONDS = 5.0
 DUMP_SECONDS = 1.0
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "scrimp.engine", "scrimp.exchange", "scrimp.move"]
 
 
 class RankFailure(RuntimeError):  # noqa: N818
@@ -88,16 +95,17 @@ class RankPool:
         self._owner = os.getpid()
         self._ended = ""  # why the pool was closed
         self._folder = tempfile.mkdtemp(prefix="scrimp-ranks-")
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[SpawnProcess | ForkServerProcess] = []
         self._pipes: list[Connection] = []
         atexit.register(self.close)
         collective = timeout_seconds if collective_timeout_seconds is None else collective_timeout_seconds
-        context = multiprocessing.get_context("spawn")
+        context = _context()
+        outputs = _outputs()
         try:
             for rank in range(world):
                 ours, theirs = context.Pipe()
                 self._pipes.append(ours)
-                args = (rank, world, self._owner, theirs, self._folder, collective, backend)
+                args = (rank, world, theirs, self._folder, collective, backend, dict(os.environ), outputs)
                 process = context.Process(target=_serve, args=args, name=f"rank-{rank}", daemon=True)
                 process.start()
                 theirs.close()  # else the end of the child would not end the pipe
@@ -106,6 +114,9 @@ class RankPool:
         except BaseException:
             self._end("it did not start", kill=True)
             raise
+        finally:
+            for output in outputs.values():
+                output.close()
 
     @property
     def closed(self) -> bool:
@@ -260,6 +271,39 @@ def close_pools() -> None:
         _pools.popitem()[1].close()
 
 
+def _context() -> ForkServerContext | SpawnContext:
+    """How ranks start: forked from a server that has imported torch, or spawned where forking is not safe."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with _one_thread():  # a process with threads is not safe to fork, and numpy starts one for each core
+        forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _outputs() -> dict[int, Connection]:
+    """Standard output and error, as far as they are open, in the form that can be sent to a rank."""
+    found = {}
+    for number in (1, 2):
+        with suppress(OSError):
+            found[number] = Connection(os.dup(number), readable=False)
+    return found
+
+
 def _name(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
 
@@ -280,12 +324,26 @@ def _stack_file(folder: str, rank: int) -> str:
 # What follows runs in the children.
 
 
-def _serve(rank: int, world: int, parent: int, pipe: Connection, folder: str, collective: float, backend: str = "gloo") -> None:
+def _serve(
+    rank: int,
+    world: int,
+    pipe: Connection,
+    folder: str,
+    collective: float,
+    backend: str,
+    environment: dict[str, str],
+    outputs: dict[int, Connection],
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent sees to the ranks
+    os.environ.clear()  # a server that forks ranks has the environment of the first pool
+    os.environ.update(environment)
+    for number, output in outputs.items():
+        os.dup2(output.fileno(), number)
+        output.close()
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 - faulthandler writes to it until the end
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    threading.Thread(target=_watch_parent, args=(parent, folder), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(folder,), daemon=True).start()
     _answer(pipe, _join, rank, world, folder, collective, backend)
     while True:
         try:
@@ -342,8 +400,11 @@ def _answer(pipe: Connection, work: Callable[..., Any], *args: Any) -> None:
     pipe.send_bytes(answer)
 
 
-def _watch_parent(parent: int, folder: str) -> None:
-    while os.getppid() == parent:
+def _watch_parent(folder: str) -> None:
+    """End this rank with the process that made the pool, or with the server that forked the rank."""
+    maker, parent = multiprocessing.parent_process(), os.getppid()
+    assert maker is not None
+    while maker.is_alive() and os.getppid() == parent:
         time.sleep(0.5)
     _leave_orphaned(folder)
 
