@@ -38,7 +38,8 @@ from typing import Any, NoReturn, Self
 START_SECONDS = 120.0  # every rank imports torch at the same time, which is slow where cores are few
 CLOSE_SECONDS = 5.0
 DUMP_SECONDS = 1.0
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "scrimp.engine", "scrimp.exchange", "scrimp.move"]
+# torch._dynamo: torch's checkpoint and DistributedDataParallel import it when they are first used.
+PRELOADED = ["torch", "torch.distributed.tensor", "torch._dynamo", "scrimp.engine", "scrimp.exchange", "scrimp.move"]
 
 
 class RankFailure(RuntimeError):  # noqa: N818
