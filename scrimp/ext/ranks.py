@@ -100,7 +100,7 @@ class RankPool:
         self._pipes: list[Connection] = []
         atexit.register(self.close)
         collective = timeout_seconds if collective_timeout_seconds is None else collective_timeout_seconds
-        context = _context()
+        context = rank_context()
         outputs = _outputs()
         try:
             for rank in range(world):
@@ -272,7 +272,7 @@ def close_pools() -> None:
         _pools.popitem()[1].close()
 
 
-def _context() -> ForkServerContext | SpawnContext:
+def rank_context() -> ForkServerContext | SpawnContext:
     """How ranks start: forked from a server that has imported torch, or spawned where forking is not safe."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
