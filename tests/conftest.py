@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from scrimp.ext.ranks import RankPool, close_pools, pool
 
-settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=100)
+settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=60)
 settings.register_profile("full", derandomize=True, deadline=None, max_examples=1500)
 settings.load_profile("fixed")
 
