@@ -17,7 +17,8 @@ from scrimp.checkpoint import _save
 from scrimp.chunks._optim import SGD, AdamW
 from scrimp.engine import Engine, Memory
 from scrimp.errors import CheckpointError
-from scrimp.ext.ranks import pool, rank_context
+from scrimp.ext._rank_start import rank_context
+from scrimp.ext.ranks import pool
 from tests import engine_jobs as jobs
 from tests.test_engine import assert_same, batches_of, engine_for, model_of, run
 

@@ -26,20 +26,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from functools import reduce
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from typing import Any, NoReturn, Self
+
+from scrimp.ext._rank_start import open_outputs, rank_context, take_over
 
 START_SECONDS = 120.0  # every rank imports torch at the same time, which is slow where cores are few
 CLOSE_SECONDS = 5.0
 DUMP_SECONDS = 1.0
-# torch._dynamo: torch's checkpoint and DistributedDataParallel import it when they are first used.
-PRELOADED = ["torch", "torch.distributed.tensor", "torch._dynamo", "scrimp.engine", "scrimp.exchange", "scrimp.move"]
 
 
 class RankFailure(RuntimeError):  # noqa: N818
@@ -101,7 +100,7 @@ class RankPool:
         atexit.register(self.close)
         collective = timeout_seconds if collective_timeout_seconds is None else collective_timeout_seconds
         context = rank_context()
-        outputs = _outputs()
+        outputs = open_outputs()
         try:
             for rank in range(world):
                 ours, theirs = context.Pipe()
@@ -272,39 +271,6 @@ def close_pools() -> None:
         _pools.popitem()[1].close()
 
 
-def rank_context() -> ForkServerContext | SpawnContext:
-    """How ranks start: forked from a server that has imported torch, or spawned where forking is not safe."""
-    if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with _one_thread():  # a process with threads is not safe to fork, and numpy starts one for each core
-        forkserver.ensure_running()
-    return context
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
-def _outputs() -> dict[int, Connection]:
-    """Standard output and error, as far as they are open, in the form that can be sent to a rank."""
-    found = {}
-    for number in (1, 2):
-        with suppress(OSError):
-            found[number] = Connection(os.dup(number), readable=False)
-    return found
-
-
 def _name(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
 
@@ -336,11 +302,7 @@ def _serve(
     outputs: dict[int, Connection],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent sees to the ranks
-    os.environ.clear()  # a server that forks ranks has the environment of the first pool
-    os.environ.update(environment)
-    for number, output in outputs.items():
-        os.dup2(output.fileno(), number)
-        output.close()
+    take_over(environment, outputs)
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 - faulthandler writes to it until the end
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
