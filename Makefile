@@ -55,10 +55,10 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --durations 40
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 40
 
 test-full: lint
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --full
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --full
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

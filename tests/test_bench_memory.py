@@ -291,7 +291,14 @@ def test_nothing_is_compared_with_a_row_that_is_not_there() -> None:
         assert "are missing" in memory.measure(part, name, case, {}, 1, 1)["skipped"]
 
 
-@pytest.mark.parametrize("name", ["DDP, bucket view", "DDP, bucket view, PowerSGD rank 1", "scrimp, int8 residual"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("DDP, bucket view", marks=pytest.mark.full),  # the next one is DDP with bucket views too
+        "DDP, bucket view, PowerSGD rank 1",
+        "scrimp, int8 residual",
+    ],
+)
 def test_contenders_train(name: str, tmp_path: Path) -> None:
     """In a process of its own, as they are measured."""
     row = memory.measure("exchange", name, Case(small=True, layers=2, steps=3), {}, 1, 120)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from scrimp import zoo
+from scrimp.checkpoint import _save
 from scrimp.chunks._optim import SGD, AdamW
 from scrimp.engine import Engine, Memory
 from scrimp.errors import CheckpointError
+from scrimp.ext._rank_start import rank_context
 from scrimp.ext.ranks import pool
 from tests import engine_jobs as jobs
 from tests.test_engine import assert_same, batches_of, engine_for, model_of, run
@@ -83,40 +85,36 @@ def test_a_flipped_bit_a_lost_file_and_another_model_are_refused(tmp_path: Path)
         trained(steps=0, optimizer=SGD()).load(tmp_path / "ckpt")
 
 
-KILLED = """
-import os, signal, sys
-from scrimp.checkpoint import _save
-from tests.test_checkpoint import trained, run, batches_of
-engine = trained()
-engine.save(sys.argv[1])
-run(engine, batches_of("gpt-tiny")[5:6])
-calls = 0
-def dying(real):
-    def call(*args, **kwargs):
-        global calls
-        calls += 1
-        if calls == int(sys.argv[2]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-    return call
-for name in ("write", "_flush", "_commit"):
-    setattr(_save, name, dying(getattr(_save, name)))
-_save.os.replace = dying(os.replace)
-_save.shutil.rmtree = dying(_save.shutil.rmtree)
-engine.save(sys.argv[1])
-print("not killed")
-"""
+def save_and_die(folder: str, moment: int) -> None:
+    """In a process of its own: a second save, which ends by kill -9 at the given one of its calls."""
+    engine = trained()
+    engine.save(folder)
+    run(engine, batches_of("gpt-tiny")[5:6])
+    calls = 0
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("write", "_flush", "_commit"):
+        setattr(_save, name, dying(getattr(_save, name)))
+    _save.os.replace = dying(os.replace)  # type: ignore[assignment]
+    _save.shutil.rmtree = dying(_save.shutil.rmtree)  # type: ignore[assignment]
+    engine.save(folder)
 
 
 @pytest.mark.parametrize("moment", range(1, 12))
 def test_kill_9_at_any_moment_of_a_save(moment: int, tmp_path: Path) -> None:
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "ckpt"), str(moment)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    process = rank_context().Process(target=save_and_die, args=(str(tmp_path / "ckpt"), moment))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     engine = trained(steps=0)
     engine.load(tmp_path / "ckpt")
     assert engine.steps in (5, 6)

@@ -97,9 +97,10 @@ def test_a_dead_rank_ends_the_others() -> None:
     assert not caught.value.standing
 
 
-def test_layers_that_come_ahead_do_not_go_while_they_come() -> None:
+@pytest.mark.parametrize("tenths", [[10, 14, 18, 22], pytest.param([12, 16, 20, 24], marks=pytest.mark.full)], ids=str)
+def test_layers_that_come_ahead_do_not_go_while_they_come(tenths: list[int]) -> None:
     """A gather packs what it sends: where that passed the budget, room was made by dropping the very layer."""
-    for answers in pool(2).run(jobs.within_budgets, [*range(10, 26, 2)], timeout_seconds=300):
+    for answers in pool(2).run(jobs.within_budgets, tenths, timeout_seconds=300):
         for budget, peak, up, least_up, down, least_down in answers:
             assert peak <= budget
             assert up >= least_up

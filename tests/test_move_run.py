@@ -40,10 +40,11 @@ def random_cases(count: int, seed: int) -> list[jobs.Case]:
     return cases
 
 
+@pytest.mark.parametrize("every", [11, pytest.param(3, marks=pytest.mark.full)], ids=["93", "338"])
 @pytest.mark.parametrize("native", [False, True], ids=["gloo", "nccl path"])
 @pytest.mark.parametrize("direct", [False, True], ids=["collectives", "direct"])
-def test_338_pairs_on_8_ranks_equal_the_oracle(ranks8: RankPool, direct: bool, native: bool) -> None:
-    assert_all_right(ranks8.run(jobs.move_cases, sampled_pairs(3), direct, native, timeout_seconds=300))
+def test_pairs_on_8_ranks_equal_the_oracle(ranks8: RankPool, direct: bool, native: bool, every: int) -> None:
+    assert_all_right(ranks8.run(jobs.move_cases, sampled_pairs(every), direct, native, timeout_seconds=300))
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -197,6 +198,30 @@ def test_a_failure_closes_the_pool() -> None:
     assert not alive(pids)
     with pytest.raises(RuntimeError, match=r"closed: .*raise_on failed"):
         ranks.run(pid)
+
+
+def surroundings() -> tuple[str | None, str, int]:
+    print("a rank speaks")
+    return os.environ.get("SCRIMP_TRIED"), os.getcwd(), os.getppid()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
+def test_ranks_of_all_pools_are_forked_by_one_server_and_see_what_their_own_pool_sees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = dict(os.environ)
+    with RankPool(2) as ranks:
+        first = ranks.run(surroundings)
+    assert dict(os.environ) == before
+    assert capfd.readouterr().out == "a rank speaks\n" * 2
+    monkeypatch.setenv("SCRIMP_TRIED", "now")
+    monkeypatch.chdir(tmp_path)
+    with RankPool(1) as ranks:
+        second = ranks.run(surroundings)
+    assert capfd.readouterr().out == "a rank speaks\n"
+    servers = {server for _, _, server in first + second}
+    assert len(servers - {os.getpid()}) == 1
+    assert [each[:2] for each in first + second] == [(None, first[0][1])] * 2 + [("now", str(tmp_path))]
 
 
 def test_close_leaves_no_process_and_no_folder() -> None:

@@ -3,8 +3,13 @@
     with RankPool(4) as ranks:
         sums = ranks.run("package.module:function", 1, 2, key="value")    # one result for each rank, in rank order
 
-A job is a module-level function; it runs on every rank inside an initialised process group. Spawning imports the
+A job is a module-level function; it runs on every rank inside an initialised process group. Every rank imports the
 main module of the program anew, so a script that makes a pool needs the usual `if __name__ == "__main__":`.
+
+On Linux a server process imports torch and scrimp once and forks the ranks of all pools of the program; elsewhere every rank is
+spawned and imports them itself, which takes 3 s of a core. A forked rank gets its pool's environment, working folder,
+standard output and standard error. Only variables that a library reads while it is loaded keep the values that they
+had when the program made its first pool.
 """
 
 import atexit
@@ -26,8 +31,10 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from typing import Any, NoReturn, Self
+
+from scrimp.ext._rank_start import open_outputs, rank_context, take_over
 
 START_SECONDS = 120.0  # every rank imports torch at the same time, which is slow where cores are few
 CLOSE_SECONDS = 5.0
@@ -88,16 +95,17 @@ class RankPool:
         self._owner = os.getpid()
         self._ended = ""  # why the pool was closed
         self._folder = tempfile.mkdtemp(prefix="scrimp-ranks-")
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[SpawnProcess | ForkServerProcess] = []
         self._pipes: list[Connection] = []
         atexit.register(self.close)
         collective = timeout_seconds if collective_timeout_seconds is None else collective_timeout_seconds
-        context = multiprocessing.get_context("spawn")
+        context = rank_context()
+        outputs = open_outputs()
         try:
             for rank in range(world):
                 ours, theirs = context.Pipe()
                 self._pipes.append(ours)
-                args = (rank, world, self._owner, theirs, self._folder, collective, backend)
+                args = (rank, world, theirs, self._folder, collective, backend, dict(os.environ), outputs)
                 process = context.Process(target=_serve, args=args, name=f"rank-{rank}", daemon=True)
                 process.start()
                 theirs.close()  # else the end of the child would not end the pipe
@@ -106,6 +114,9 @@ class RankPool:
         except BaseException:
             self._end("it did not start", kill=True)
             raise
+        finally:
+            for output in outputs.values():
+                output.close()
 
     @property
     def closed(self) -> bool:
@@ -280,12 +291,22 @@ def _stack_file(folder: str, rank: int) -> str:
 # What follows runs in the children.
 
 
-def _serve(rank: int, world: int, parent: int, pipe: Connection, folder: str, collective: float, backend: str = "gloo") -> None:
+def _serve(
+    rank: int,
+    world: int,
+    pipe: Connection,
+    folder: str,
+    collective: float,
+    backend: str,
+    environment: dict[str, str],
+    outputs: dict[int, Connection],
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent sees to the ranks
+    take_over(environment, outputs)
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 - faulthandler writes to it until the end
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    threading.Thread(target=_watch_parent, args=(parent, folder), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(folder,), daemon=True).start()
     _answer(pipe, _join, rank, world, folder, collective, backend)
     while True:
         try:
@@ -342,8 +363,11 @@ def _answer(pipe: Connection, work: Callable[..., Any], *args: Any) -> None:
     pipe.send_bytes(answer)
 
 
-def _watch_parent(parent: int, folder: str) -> None:
-    while os.getppid() == parent:
+def _watch_parent(folder: str) -> None:
+    """End this rank with the process that made the pool, or with the server that forked the rank."""
+    maker, parent = multiprocessing.parent_process(), os.getppid()
+    assert maker is not None
+    while maker.is_alive() and os.getppid() == parent:
         time.sleep(0.5)
     _leave_orphaned(folder)
 

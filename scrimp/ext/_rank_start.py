@@ -1,0 +1,57 @@
+"""How a rank's process starts: forked from a server that has imported torch, or spawned where forking is not safe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+
+# torch._dynamo: torch's checkpoint and DistributedDataParallel import it when they are first used.
+PRELOADED = ["torch", "torch.distributed.tensor", "torch._dynamo", "scrimp.engine", "scrimp.exchange", "scrimp.move"]
+
+
+def rank_context() -> ForkServerContext | SpawnContext:
+    """With its server running, where it has one."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with _one_thread():  # a process with threads is not safe to fork, and numpy starts one for each core
+        forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def open_outputs() -> dict[int, Connection]:
+    """Standard output and error, as far as they are open, in the form that can be sent to a rank."""
+    found = {}
+    for number in (1, 2):
+        with suppress(OSError):
+            found[number] = Connection(os.dup(number), readable=False)
+    return found
+
+
+def take_over(environment: dict[str, str], outputs: dict[int, Connection]) -> None:
+    """In the new process: a server has the environment and the outputs of the program's first pool."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, output in outputs.items():
+        os.dup2(output.fileno(), number)
+        output.close()
