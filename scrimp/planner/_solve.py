@@ -62,20 +62,22 @@ def solve(
     seconds: float = 60.0,
     gap: float = 0.01,
     warm: Sequence[int] | None = None,
+    starts: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
     solver: str | None = None,
 ) -> Solution:
-    """`gap`: what is good enough, as a part of the value; 0 asks for the best. `warm`: a choice to start from. `progress` is
-    told each better value and bound: (objective of the phase, value, bound). `FitError` if nothing is within the limit."""
+    """`gap`: what is good enough, as a part of the value; 0 asks for the best. `warm`, `starts`: choices to start from;
+    of those within the limit, the solution is no worse than the best. `progress` is told each better value and bound: (objective
+    of the phase, value, bound). `FitError` if nothing is within the limit."""
     if objective not in (MEMORY, TIME, REDUNDANCY):
         raise PlanError(f"objective '{objective}': there are '{MEMORY}', '{TIME}' and '{REDUNDANCY}'")
     if not (slack >= 0 and 0 <= gap < 1 and seconds > 0):
         raise PlanError(f"slack {slack}, gap {gap}, seconds {seconds}: slack is 0 or more, gap from 0 to 1, seconds more than 0")
     begin = time.monotonic()
     session = Session(problem, solver, progress)
-    if warm is not None:
-        evaluate(problem, warm)  # says what is wrong with it
-        session.learn(warm)
+    for choice in starts if warm is None else (warm, *starts):
+        evaluate(problem, choice)  # says what is wrong with it
+        session.learn(choice)
     return answer(session, objective, problem.limit_nbytes, slack=slack, seconds=seconds, gap=gap, begin=begin)
 
 
