@@ -25,7 +25,7 @@ from scrimp.planner._forest import Forest, Neighbours, best_on
 from scrimp.planner._points import Numbers
 
 _FORESTS = 24  # so many are kept, and taken again
-_TREE = (40, 300, 2000)  # nodes of a tree at most
+_TREE = (4, 12, 40, 300)  # nodes of a tree at most: small ones are taken where a large one would be over a limit somewhere
 _DEPTH = 60
 _LONG = 2  # a span of more than this part of all points is long
 _ROOM = 1e-6  # of a limit: beyond it the logarithm's price would have no end
@@ -156,7 +156,7 @@ class Descent:
                 taken[k], won = True, won - change
         accepted = (forest.tree >= 0) & taken[forest.tree]
         self.choice = np.where(accepted, found, self.choice)
-        self.seconds = self.count_seconds()
+        self.seconds, self.profile = self.count_seconds(), a.profile(self.choice)
         return won
 
     def _spans(self, forest: Forest, found: Numbers, of_edge: Numbers) -> tuple[Numbers, ...]:

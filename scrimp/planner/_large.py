@@ -31,13 +31,19 @@ from scrimp.planner._problem import Problem
 NAME = "search on trees"
 LARGE = 10_000  # nodes from which on a problem is for this
 _DIVE = 0.25  # the part of the time that the dive may take
-_STEEP, _HARDER = 40.0, 1.3
+_STEEP = 40.0
+_HARD, _SOFT, _HARDER = (
+    10.0,
+    1e-3,
+    1.3,
+)  # the weight of the penalty over the seconds: for a choice at once, for a good one; its growth
 _INSIDE = 0.998  # of the limit: what the search for a choice within it aims at
 _LOWER = 0.99  # of the peak: what the search for a lower one aims at
-_BARRIER, _COOLER, _COOLEST, _WARMER = 0.3, 0.93, 1e-4, 0.03  # of the seconds
-_PATIENCE = 40  # sweeps without anything better
+_BARRIER, _COOLER, _COOLEST = 0.03, 0.9, 1e-4  # the weight of the barrier over the seconds, at first and at last
+_SHORT, _LONG, _STUCK = 6, 20, 60  # sweeps
+_PATIENCE = 40  # sweeps without a lower peak
 _BETTER = 1e-5  # what counts as better, relatively
-_CYCLES = 3  # how often in vain the barrier is raised again
+_CYCLES = 5  # how often in vain the limits are left out
 
 
 def is_large(problem: Problem) -> bool:
@@ -52,6 +58,7 @@ class Large:
     def __init__(self, problem: Problem, progress: Progress | None = None) -> None:
         self.problem, self.solver, self.progress = problem, NAME, progress
         self.known: list[Numbers] = []
+        self.dived: Numbers | None = None  # what the dive found
         self.judging = 0.0  # seconds that `evaluate` takes
         with _no_collection():
             whole = Arrays(problem)
@@ -101,7 +108,8 @@ class Large:
         most = 10 * float(np.where(np.isfinite(a.unary), a.unary, 0).max(axis=1).sum())
         while not allowed and time.monotonic() < deadline:
             allowed = self.descent.mend(most) == 0
-        return self.descent.choice if allowed else None
+        self.dived = self.descent.choice if allowed else None
+        return self.dived
 
     def _floor(self) -> dict[str, float]:
         """What no choice is below."""
@@ -131,7 +139,7 @@ class _Asked:
         self.end = self.begin + seconds
         self.descent, self.bound = session.descent, session.floor[objective]
         self.best: Numbers | None = None
-        self.value, self.price, self.swept = math.inf, 0.0, 0.0
+        self.value, self.price, self.held_price, self.swept = math.inf, 0.0, 0.0, 0.0
 
     def answer(self) -> Found:
         if self.limit < self.session.floor[PEAK] or self.held_limit < self.session.floor[HELD]:
@@ -189,18 +197,23 @@ class _Asked:
     def close_enough(self) -> bool:
         return self.best is not None and self.value - self.bound <= self.gap * self.value
 
-    def reach(self) -> bool:
-        """From a choice over a limit to one within."""
-        descent, held_price = self.descent, 0.0
-        weight = 10 * descent.seconds / self.session.arrays.points
+    def reach(self, part: float = _HARD, harder: float = _HARDER) -> bool:
+        """From a choice over a limit to one within, at prices that begin with this part of the seconds and grow."""
+        descent, held_price, begin, swept = self.descent, self.held_price, part, 0
         target = self.limit * _INSIDE
-        while time.monotonic() < self.deadline:
+        while time.monotonic() < self.deadline and (self.best is None or swept < _STUCK):
+            swept += 1
+            if swept % _STUCK == 0:  # it is stuck: away from here, and again
+                part, held_price = begin, self.held_price
+                for _ in range(_SHORT):
+                    self.sweep(Penalty(math.inf, weight=0.0))
             if descent.held > self.held_limit:
                 held_price = max(held_price * 2, descent.seconds / max(descent.held, 1.0))
+            weight = part * descent.seconds / self.session.arrays.points
             self.sweep(Penalty(target, weight=weight, steep=_STEEP, held_price=held_price))
             if self.take():
                 return True
-            weight *= _HARDER
+            part *= harder
         return False
 
     def lower(self) -> None:
@@ -215,24 +228,45 @@ class _Asked:
             idle = 0 if self.value < before * (1 - _BETTER) else idle + 1
 
     def improve(self) -> None:
-        """Seconds, or all held bytes, within the limits. The barrier is lowered, and raised again when nothing better comes."""
-        descent, points = self.descent, self.session.arrays.points
-        held_price = 1e3 * descent.seconds / max(descent.held, 1.0) if self.objective == HELD else 0.0
-        part, idle, vain, reached = _BARRIER, 0, 0, self.value
-        while vain < _CYCLES and time.monotonic() < self.deadline and not self.close_enough():
+        """Seconds, or all held bytes, within the limits. From a choice that hurried to be within them small steps lead to no
+        good one. So the limits are left out for a while, and come back by prices that grow slowly; then it is polished."""
+        if self.objective == HELD:
+            self.held_price = 1e3 * self.descent.seconds / max(self.descent.held, 1.0)
+        limited = self.limit < math.inf or self.held_limit < math.inf
+        self.polish(_BARRIER, _SHORT if limited else _LONG)
+        vain, free = 0, _LONG
+        if limited and self.session.dived is not None:
+            self.descent.restart(self.session.dived)
+        while limited and vain < _CYCLES and self.goes_on():
             before = self.value
-            weight = part * descent.seconds / points
-            penalty = Penalty(self.limit, weight=weight, held_price=held_price, held_limit=self.held_limit)
-            self.sweep(penalty)
+            for _ in range(free):
+                if self.goes_on():
+                    self.sweep(Penalty(math.inf, weight=0.0, held_price=self.held_price))
+                    self.take()
+            if self.over() == 0 or self.reach(_SOFT, _HARDER):
+                self.polish(_BARRIER, _LONG)
+            vain = vain + 1 if self.value > before * (1 - _BETTER) else 0
+            free = _SHORT
+            if self.best is not None:
+                self.descent.restart(self.best)
+        if self.objective == SECONDS and self.limit < math.inf and self.best is not None:
+            self.descent.restart(self.best)
+            weight = _COOLEST * self.descent.seconds / self.session.arrays.points
+            self.price = float(Penalty(self.limit, weight=weight).prices(self.descent.profile).sum())
+
+    def polish(self, part: float, sweeps: int) -> None:
+        """Within the limits, with a barrier that is lowered; on until nothing better comes for so many sweeps."""
+        idle = 0
+        while idle < sweeps and self.goes_on():
+            before = self.value
+            weight = part * self.descent.seconds / self.session.arrays.points
+            self.sweep(Penalty(self.limit, weight=weight, held_price=self.held_price, held_limit=self.held_limit))
             self.take()
             part = max(part * _COOLER, _COOLEST)
-            idle = 0 if self.value < before * (1 - _BETTER) or part > _COOLEST else idle + 1
-            if idle >= _PATIENCE:
-                vain = vain + 1 if self.value > reached * (1 - 10 * _BETTER) else 0
-                part, idle, reached = _WARMER, 0, self.value
-        if self.objective == SECONDS and self.limit < math.inf:
-            descent.restart(self.best)  # type: ignore[arg-type]
-            self.price = float(Penalty(self.limit, weight=part * descent.seconds / points).prices(descent.profile).sum())
+            idle = 0 if self.value < before * (1 - _BETTER) else idle + 1
+
+    def goes_on(self) -> bool:
+        return time.monotonic() < self.deadline and not self.close_enough()
 
     def found(self, *, proven: bool) -> Found:
         """As `evaluate` judges."""
