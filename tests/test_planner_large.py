@@ -7,6 +7,7 @@ import math
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.raw_problems import raw_problem
 from scrimp.errors import FitError, PlanError
-from scrimp.planner import Edge, Hold, Node, Problem, _large, evaluate, held_nbytes, solve
+from scrimp.planner import Edge, Hold, Node, Problem, _descent, _large, _masks, _solve, evaluate, held_nbytes, solve
 from scrimp.planner._arrays import Arrays
 from scrimp.planner._contract import Contracted, consistent, contract
 from scrimp.planner._descent import Descent, Penalty
@@ -146,12 +147,18 @@ def test_a_sweep_within_the_limit_stays_there_and_keeps_its_own_count() -> None:
     assert descent.seconds < 0.95 * before
 
 
-@pytest.mark.parametrize("objective", ["time", "memory", "redundancy"])
-@pytest.mark.parametrize("seed", [0, 1])
+def _count_cpu_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search's clock: what other processes do is not its fault."""
+    for module in (_descent, _large, _masks, _solve):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=time.process_time))
+
+
+@pytest.mark.parametrize(("seed", "objective"), [(0, "time"), (0, "memory"), (0, "redundancy")])
 def test_planted_problems_are_solved_within_their_limit(seed: int, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_large, "LARGE", 500)
+    _count_cpu_seconds(monkeypatch)
     planted = raw_problem(800, seed)
-    solution = solve(planted.problem, objective=objective, seconds=20)
+    solution = solve(planted.problem, objective=objective, seconds=3)
     judged = evaluate(planted.problem, solution.choice)
     assert judged.seconds < math.inf
     assert (judged.peak_nbytes, judged.seconds) == (solution.peak_nbytes, solution.seconds)
@@ -167,7 +174,7 @@ def test_planted_problems_are_solved_within_their_limit(seed: int, objective: st
         assert solution.held_nbytes < held_nbytes(planted.problem, planted.choice)
 
 
-def test_where_small_steps_find_nothing_trees_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_small_steps_find_nothing_trees_do() -> None:
     """Below the size of a large problem the linear program is asked, but it has a first choice by then."""
     planted = raw_problem(400, seed=2)
     solution = solve(planted.problem, objective="time", seconds=20, gap=0.5)
@@ -225,10 +232,9 @@ def test_small_problems_are_answered_within_their_limits_too(seed: int) -> None:
 
 
 def test_the_deadline_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock of the search: CPU time, for other processes are not its fault."""
-    for module in (_large,):
-        monkeypatch.setattr(module, "LARGE", 1000)
+    monkeypatch.setattr(_large, "LARGE", 1000)
+    _count_cpu_seconds(monkeypatch)
     problem = raw_problem(3000, seed=6).problem
     begin = time.process_time()
-    solve(problem, objective="time", seconds=3)
-    assert time.process_time() - begin < 3 + 1.5
+    solve(problem, objective="time", seconds=2)
+    assert time.process_time() - begin < 2 + 1

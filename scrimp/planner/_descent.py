@@ -25,7 +25,8 @@ from scrimp.planner._forest import Forest, Neighbours, best_on
 from scrimp.planner._points import Numbers
 
 _FORESTS = 24  # so many are kept, and taken again
-_TREE = (4, 12, 40, 300)  # nodes of a tree at most: small ones are taken where a large one would be over a limit somewhere
+# Nodes of a tree at most. Large ones are quicker; small ones are taken where a large one would be over a limit somewhere.
+QUICK, FINE = (40, 300, 2000), (4, 12, 40)
 _DEPTH = 60
 _LONG = 2  # a span of more than this part of all points is long
 _ROOM = 1e-6  # of a limit: beyond it the logarithm's price would have no end
@@ -75,7 +76,7 @@ class Descent:
         self.neighbours = Neighbours(arrays)
         self.free = (np.isfinite(arrays.unary).sum(axis=1) > 1).tolist()
         self.forests: deque[Forest] = deque(maxlen=_FORESTS)
-        self.drawn = 0
+        self.drawn, self.sizes = 0, QUICK
         # Pairs that hold bytes have a price too; of all others the tables stay as they are.
         self.priced = arrays.pair.copy() if len(arrays.pair_holds.owners) else arrays.pair
         self.peak = 0.0  # of the profile, or more
@@ -99,9 +100,15 @@ class Descent:
         """A new one each second time, as long as they are few; later now and then."""
         self.drawn += 1
         if len(self.forests) < 2 or self.drawn % (2 if len(self.forests) < _FORESTS else 4) == 0:
-            self.forests.append(self.neighbours.forest(self.rng, self.free, self.rng.choice(_TREE), _DEPTH))
+            self.forests.append(self.neighbours.forest(self.rng, self.free, self.rng.choice(self.sizes), _DEPTH))
             return self.forests[-1]
         return self.forests[self.rng.randrange(len(self.forests))]
+
+    def be(self, sizes: tuple[int, ...]) -> None:
+        """QUICK or FINE."""
+        if sizes != self.sizes:
+            self.sizes = sizes
+            self.forests.clear()
 
     def mend(self, most: float) -> int:
         """A sweep against forbidden pairs, each of which costs `most` seconds. How many are left."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from scrimp.planner._arrays import Arrays
 from scrimp.planner._contract import consistent, contract
-from scrimp.planner._descent import Descent, Penalty
+from scrimp.planner._descent import FINE, QUICK, Descent, Penalty
 from scrimp.planner._evaluate import evaluate, held_nbytes
 from scrimp.planner._found import EQUAL, IS_OPTIMAL, TIME_LIMIT, WITHIN_GAP, Found, Phase, Progress
 from scrimp.planner._masks import Masks
@@ -66,7 +66,8 @@ class Large:
             self.contracted = contract(whole, left)
             self.arrays = self.contracted.arrays
             self.masks = Masks(np.isfinite(self.arrays.unary), self.arrays.ends, np.isfinite(self.arrays.pair))
-            self.impossible = self.masks.propagate(range(self.arrays.count)) is not None
+            # Followers that close a circle may leave nothing of their leader.
+            self.impossible = 0 in self.masks.domains or self.masks.propagate(range(self.arrays.count)) is not None
             if not self.impossible:
                 self.arrays.restrict(self.masks.left(self.arrays.width))
                 self.descent = Descent(self.arrays, self.arrays.unary.argmin(axis=1))
@@ -157,6 +158,7 @@ class _Asked:
             start = self.best
         if start is None:
             return self.found(proven=self.session.impossible)
+        self.descent.be(QUICK)
         self.descent.restart(start)
         if not self.take() and self.best is None and not self.reach():
             self.session.known.append(self.descent.choice.copy())  # the nearest, for who asks how far off it is
@@ -233,6 +235,7 @@ class _Asked:
         if self.objective == HELD:
             self.held_price = 1e3 * self.descent.seconds / max(self.descent.held, 1.0)
         limited = self.limit < math.inf or self.held_limit < math.inf
+        self.descent.be(FINE if limited else QUICK)
         self.polish(_BARRIER, _SHORT if limited else _LONG)
         vain, free = 0, _LONG
         if limited and self.session.dived is not None:
