@@ -258,6 +258,7 @@ def test_no_choice_at_all_is_an_error_of_the_plan() -> None:
         ({"slack": -0.1}, "slack is 0 or more"),
         ({"seconds": 0}, "seconds more than 0"),
         ({"warm": (0,)}, "a choice of 1 options"),
+        ({"starts": ((0, 0, 0), (0, 0, 9))}, "there is none with index 9"),
     ],
 )
 def test_questions_that_make_no_sense_are_refused(asked: dict[str, object], message: str) -> None:
@@ -272,6 +273,20 @@ def test_a_warm_start_is_taken_and_never_made_worse() -> None:
     again = solve(problem, objective="time", gap=0.0, warm=best.choice, progress=lambda _, value, bound: told.append(value))
     assert told[0] == best.seconds
     assert again.seconds == best.seconds
+
+
+@given(SEEDS)
+def test_a_solution_is_no_worse_than_the_best_start_within_the_limit(seed: int) -> None:
+    problem = random_problem(seed, forbid=0.0)
+    rng = random.Random(seed)
+    starts = [tuple(rng.randrange(len(node.options)) for node in problem.nodes) for _ in range(4)]
+    judged = [evaluate(problem, start) for start in starts]
+    limit = sorted(each.peak_nbytes for each in judged)[1]
+    limited = replace(problem, limit_nbytes=limit)
+    hurried = solve(limited, objective="time", starts=starts, seconds=1e-6, gap=0.5)
+    assert hurried.peak_nbytes <= limit
+    assert hurried.seconds <= min(each.seconds for each in judged if each.peak_nbytes <= limit)
+    assert solve(problem, starts=starts, seconds=1e-6, gap=0.5).peak_nbytes <= min(each.peak_nbytes for each in judged)
 
 
 def test_without_time_there_is_still_a_choice_and_an_honest_gap() -> None:

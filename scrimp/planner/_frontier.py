@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from scrimp.errors import PlanError
+from scrimp.planner._found import Progress
 from scrimp.planner._problem import Problem
-from scrimp.planner._session import Progress, Session
-from scrimp.planner._solve import MEMORY, TIME, Solution, answer
+from scrimp.planner._solve import MEMORY, TIME, Solution, answer, begun
 
 
 def frontier(
@@ -25,7 +25,7 @@ def frontier(
     if points < 2:
         raise PlanError(f"a frontier has 2 points or more, the least memory and the least time, not {points}")
     end = time.monotonic() + seconds
-    session = Session(problem, solver, progress)
+    session = begun(problem, solver, progress)
 
     def ask(objective: str, limit: int | None, waiting: int) -> Solution:
         now = time.monotonic()

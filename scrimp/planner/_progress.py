@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from scrimp.ledger._sizes import format_nbytes
+from scrimp.planner._found import Progress
 from scrimp.planner._model import HELD, PEAK
-from scrimp.planner._session import Progress
 
 SECONDS_BETWEEN = 0.1  # words come no faster than they can be read
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
+from scrimp.planner._arrays import Arrays
 from scrimp.planner._backend import INFEASIBLE, OPTIMAL, minimise, solver_name
 from scrimp.planner._evaluate import evaluate, held_nbytes
+from scrimp.planner._found import EQUAL, IS_OPTIMAL, MARGIN, TIME_LIMIT, WITHIN_GAP, Found, Phase, Progress
+from scrimp.planner._large import Large
 from scrimp.planner._model import HELD, PEAK, SCALE, SECONDS, Model, Program
 from scrimp.planner._points import Numbers
 from scrimp.planner._problem import Problem
@@ -23,51 +26,23 @@ from scrimp.planner._reduce import reduce
 from scrimp.planner._relax import give_rows, relaxed
 from scrimp.planner._search import WORK, improve, turn_work
 
-Progress = Callable[[str, float, float], None]  # the objective, the best value so far, and what none can be below
-
-_EQUAL = 1e-8  # what is nearer than this, relatively, is equal
-_MARGIN = 1e-9  # for sums of floats in another order, and for what a solver may err
 _NONE = 1e-6  # of an option, what is no part
 _RELAX = 0.7  # the part of the time that the linear program may take
 _TURNS = 4  # how often each node and link of a large problem has its turn, for the least peak
 _SEARCH = 0.15  # the part of the time that small steps may take
-IS_OPTIMAL, WITHIN_GAP, TIME_LIMIT = "optimal", "within gap", "time limit"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Phase:
-    """One objective ("peak", "held", "seconds"): the value reached, and what no choice within the limits can be below."""
-
-    objective: str
-    value: float
-    bound: float
-    status: str  # "optimal", "within gap", "time limit"
-    spent_seconds: float
-    variables: int
-    rows: int
-    entries: int
-
-    @property
-    def gap(self) -> float:
-        return (self.value - self.bound) / self.value if self.value > self.bound else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """`choice`: None if there is none, or (`proven` is False) none was found in time. `price`: seconds a byte more would save."""
-
-    choice: tuple[int, ...] | None
-    phase: Phase
-    price: float
-    proven: bool
+_HELP = 0.25  # the part of the time for a search on trees, where small steps find nothing
+_MANY = 100  # nodes, from which on there may be that search
 
 
 class Session:
     """A problem made small once, for several questions. Choices are those of the whole problem."""
 
+    first_part = 0.6  # of the time, for a first choice within a limit: with the rest the least peak says whether there is one
+
     def __init__(self, problem: Problem, solver: str | None = None, progress: Progress | None = None) -> None:
         self.problem, self.solver, self.progress = problem, solver or solver_name(), progress
         self.reduced = reduce(problem)
+        self.large: Large | None = None  # for problems with much that is forbidden, when it is needed
         self.known: list[tuple[int, ...]] = []  # good choices of the free nodes, for one question or another
 
     @cached_property
@@ -105,7 +80,7 @@ class _Question:
         self.deadline = self.begin + seconds
         self.search_deadline = self.begin + seconds * _SEARCH
         reduced = session.reduced
-        self.bound: float = {PEAK: int(reduced.floor.max()), HELD: reduced.held}.get(objective, reduced.seconds * (1 - _MARGIN))
+        self.bound: float = {PEAK: int(reduced.floor.max()), HELD: reduced.held}.get(objective, reduced.seconds * (1 - MARGIN))
         self.best: tuple[int, ...] | None = None
         self.value = math.inf
         self.price = 0.0
@@ -121,9 +96,11 @@ class _Question:
         start = tuple(int(node.seconds.argmin()) for node in reduced.nodes)
         self.search(self.best or start, WORK // 10)
         turns = min(_TURNS * turn_work(reduced), WORK)
-        if self.objective == PEAK and turns > WORK // 10 and not self.close_enough(_EQUAL):
+        if self.objective == PEAK and turns > WORK // 10 and not self.close_enough(EQUAL):
             self.search(self.best or start, turns, stop=True)  # of a large problem's peak it is by far the slower
-        if self.close_enough(_EQUAL):
+        if self.best is None and len(reduced.nodes) >= _MANY and Arrays.fits(self.session.problem):
+            self.help(_HELP)
+        if self.close_enough(EQUAL):
             return self.found(proven=True)
         if self.best is not None and time.monotonic() > self.deadline:
             return self.found(proven=True)  # to draw up the linear program may take long
@@ -153,7 +130,7 @@ class _Question:
     def found(self, *, proven: bool) -> Found:
         value = self.value if self.best is not None else math.inf
         bound = min(self.bound, value)
-        status = IS_OPTIMAL if self.close_enough(_EQUAL) else WITHIN_GAP if self.close_enough(self.gap) else TIME_LIMIT
+        status = IS_OPTIMAL if self.close_enough(EQUAL) else WITHIN_GAP if self.close_enough(self.gap) else TIME_LIMIT
         variables, rows, entries = self.size
         phase = Phase(
             objective=self.objective, value=value, bound=bound, status=status, spent_seconds=time.monotonic() - self.begin,
@@ -180,22 +157,34 @@ class _Question:
                 self.session.reduced, choice, self.objective, target, self.held_limit, self.search_deadline, work, least
             )
             self.take(choice)
-            if stop and self.close_enough(_EQUAL):
+            if stop and self.close_enough(EQUAL):
                 break
+
+    def help(self, part: float) -> None:
+        """By the search on trees, for a part of the time that is left."""
+        session, left = self.session, (self.deadline - time.monotonic()) * part
+        if session.large is None:
+            session.large = Large(session.problem)
+        if self.best is not None:
+            session.large.learn(session.reduced.original(self.best))
+        found = session.large.minimise(self.objective, limit=self.limit, held_limit=self.held_limit, seconds=left, gap=self.gap)
+        choice = None if found.choice is None else session.reduced.reduced(found.choice)
+        if choice is not None:
+            self.take(choice)
 
     def tell(self) -> None:
         if self.session.progress is not None:
             self.session.progress(self.objective, self.value, self.bound)
 
     def close_enough(self, gap: float) -> bool:
-        return self.best is not None and self.value - self.bound <= max(gap, _EQUAL) * self.value
+        return self.best is not None and self.value - self.bound <= max(gap, EQUAL) * self.value
 
     def raise_bound(self, bound: float) -> None:
         """From a solver, in its units; rounded the safe way, and for bytes up to the next whole one."""
         bound *= self.session.model.units[self.objective]
         if not math.isfinite(bound):
             return
-        bound *= 1 - _MARGIN
+        bound *= 1 - MARGIN
         if self.objective != SECONDS:
             bound = math.ceil(bound - 1e-3)
         self.bound = max(self.bound, bound)
@@ -209,6 +198,8 @@ class _Question:
         if answer.status == INFEASIBLE:
             return self.best is not None
         if answer.status != OPTIMAL and self.best is not None:  # then at least as small steps can make it
+            if self.session.large is not None:
+                self.help(1.0)
             self.search_deadline = self.deadline
             self.search(self.best)
         if answer.values is not None and answer.reduced is not None and math.isfinite(answer.bound):
@@ -218,7 +209,7 @@ class _Question:
                 self.price = max(0.0, -float((answer.reduced[columns] / per).sum())) * model.units[SECONDS]
             choice = model.read(answer.values)
             self.take(choice)
-            if not self.close_enough(_EQUAL):
+            if not self.close_enough(EQUAL):
                 self.search_deadline = time.monotonic() + _SEARCH * max(self.deadline - time.monotonic(), 0)
                 self.search(choice)
                 self.choose_among(answer.values)
@@ -253,7 +244,7 @@ class _Question:
         caps = {PEAK: self.limit, HELD: self.held_limit, SECONDS: math.inf}
         if self.best is not None:
             caps[self.objective] = min(
-                caps[self.objective], self.value * (1 + _MARGIN) if self.objective == SECONDS else self.value
+                caps[self.objective], self.value * (1 + MARGIN) if self.objective == SECONDS else self.value
             )
         return caps
 

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from scrimp.errors import FitError, PlanError
 from scrimp.ledger._sizes import format_nbytes
 from scrimp.planner._evaluate import evaluate, held_nbytes
+from scrimp.planner._found import IS_OPTIMAL, TIME_LIMIT, WITHIN_GAP, Found, Phase, Progress
+from scrimp.planner._large import Large, is_large
 from scrimp.planner._model import HELD, PEAK, SECONDS
 from scrimp.planner._problem import Problem
-from scrimp.planner._session import IS_OPTIMAL, TIME_LIMIT, WITHIN_GAP, Found, Phase, Progress, Session
+from scrimp.planner._session import Session
 
 MEMORY, TIME, REDUNDANCY = "memory", "time", "redundancy"
 Left = Callable[[float], float]  # a part of the seconds that are left
@@ -62,25 +64,33 @@ def solve(
     seconds: float = 60.0,
     gap: float = 0.01,
     warm: Sequence[int] | None = None,
+    starts: Sequence[Sequence[int]] = (),
     progress: Progress | None = None,
     solver: str | None = None,
 ) -> Solution:
-    """`gap`: what is good enough, as a part of the value; 0 asks for the best. `warm`: a choice to start from. `progress` is
-    told each better value and bound: (objective of the phase, value, bound). `FitError` if nothing is within the limit."""
+    """`gap`: what is good enough, as a part of the value; 0 asks for the best. `warm`, `starts`: choices to start from;
+    of those within the limit, the solution is no worse than the best. `progress` is told each better value and bound: (objective
+    of the phase, value, bound). `FitError` if nothing is within the limit."""
     if objective not in (MEMORY, TIME, REDUNDANCY):
         raise PlanError(f"objective '{objective}': there are '{MEMORY}', '{TIME}' and '{REDUNDANCY}'")
     if not (slack >= 0 and 0 <= gap < 1 and seconds > 0):
         raise PlanError(f"slack {slack}, gap {gap}, seconds {seconds}: slack is 0 or more, gap from 0 to 1, seconds more than 0")
     begin = time.monotonic()
-    session = Session(problem, solver, progress)
-    if warm is not None:
-        evaluate(problem, warm)  # says what is wrong with it
-        session.learn(warm)
+    session = begun(problem, solver, progress)
+    for choice in starts if warm is None else (warm, *starts):
+        evaluate(problem, choice)  # says what is wrong with it
+        session.learn(choice)
     return answer(session, objective, problem.limit_nbytes, slack=slack, seconds=seconds, gap=gap, begin=begin)
 
 
+def begun(problem: Problem, solver: str | None, progress: Progress | None) -> Session | Large:
+    """The linear program of a large problem would not be solved in time: those have a search of their own. A named solver is used
+    whatever the size."""
+    return Large(problem, progress) if solver is None and is_large(problem) else Session(problem, solver, progress)
+
+
 def answer(
-    session: Session, objective: str, limit_nbytes: int | None, *, slack: float, seconds: float, gap: float, begin: float
+    session: Session | Large, objective: str, limit_nbytes: int | None, *, slack: float, seconds: float, gap: float, begin: float
 ) -> Solution:
     """`begin`: since when the seconds count."""
     limit = math.inf if limit_nbytes is None else limit_nbytes
@@ -114,9 +124,11 @@ def answer(
     )  # fmt: skip
 
 
-def _within(session: Session, objective: str, limit: float, left: Left, gap: float, held: float = math.inf) -> Found:
+def _within(session: Session | Large, objective: str, limit: float, left: Left, gap: float, held: float = math.inf) -> Found:
     """The best within a limit; if there is none, or none was found, the least peak says which."""
-    found = session.minimise(objective, limit=limit, held_limit=held, seconds=left(1.0 if session.known else _FIRST), gap=gap)
+    found = session.minimise(
+        objective, limit=limit, held_limit=held, seconds=left(1.0 if session.known else session.first_part), gap=gap
+    )
     if found.choice is None:
         # How far off it is, if that is proven; else, whether there is one after all.
         least = session.minimise(PEAK, seconds=left(_FIRST), gap=gap if found.proven else 0.0)
@@ -126,7 +138,7 @@ def _within(session: Session, objective: str, limit: float, left: Left, gap: flo
     return found
 
 
-def _no_fit(session: Session, limit: float, least: Found) -> FitError | PlanError:
+def _no_fit(session: Session | Large, limit: float, least: Found) -> FitError | PlanError:
     problem = session.problem
     if least.choice is None:
         why = "every choice has a forbidden pair" if least.proven else "no choice without a forbidden pair was found in time"
