@@ -14,9 +14,9 @@ from scrimp.layout import Mesh
 from scrimp.planner._assemble import Assembly
 from scrimp.planner._baselines import FULL, SELECTIVE, SHARED, SPLIT, Baseline
 from scrimp.planner._evaluate import evaluate, held_nbytes
+from scrimp.planner._found import TIME_LIMIT
 from scrimp.planner._layers import OnMesh
 from scrimp.planner._problem import Problem
-from scrimp.planner._session import TIME_LIMIT
 from scrimp.planner._solve import TIME, Solution, solve
 from scrimp.planner._states import NOTHING, Precision
 from scrimp.planner._ways import KEEP, RECOMPUTE
