@@ -76,7 +76,8 @@ class Descent:
         self.neighbours = Neighbours(arrays)
         self.free = (np.isfinite(arrays.unary).sum(axis=1) > 1).tolist()
         self.forests: deque[Forest] = deque(maxlen=_FORESTS)
-        self.drawn, self.sizes = 0, QUICK
+        self.drawn = 0
+        self.sizes: tuple[int, ...] = QUICK
         # Pairs that hold bytes have a price too; of all others the tables stay as they are.
         self.priced = arrays.pair.copy() if len(arrays.pair_holds.owners) else arrays.pair
         self.peak = 0.0  # of the profile, or more
