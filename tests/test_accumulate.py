@@ -129,12 +129,12 @@ class Fragile(nn.Module):
         if self.bad == "forward":
             raise ValueError("in forward")
         middle = self.second(self.first(x))
-        if self.bad == "backward":
+        if self.bad in ("backward", "fit"):
             middle.register_hook(self.fail)
         return self.third(middle).mean()
 
     def fail(self, gradient: torch.Tensor) -> None:
-        raise ValueError("in backward")
+        raise (FitError if self.bad == "fit" else ValueError)("in backward")
 
 
 def fragile(accumulate: int = 2, **settings: Any) -> Engine:
@@ -143,8 +143,8 @@ def fragile(accumulate: int = 2, **settings: Any) -> Engine:
     return Engine(Fragile(), optimizer=SGD(lr=0.1), accumulate=accumulate, **chosen)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_second_backward_that_fails(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "bad"), [("fp32", "backward"), ("bf16", "fit")])
+def test_a_second_backward_that_fails(precision: str, bad: str) -> None:
     """Before its first gradient it is as if it had not been; later it loses what was pending, and says so."""
     x = [torch.randn(3, 4) for _ in range(3)]
     engine, want = fragile(precision=precision), fragile(precision=precision)
@@ -166,8 +166,8 @@ def test_a_second_backward_that_fails(precision: str) -> None:
     assert_same(engine.state_dict(), want.state_dict())
     before = engine.state_dict()
     engine.backward(x[0])
-    engine.model.bad = "backward"
-    with pytest.raises(ValueError, match="in backward") as raised:
+    engine.model.bad = bad
+    with pytest.raises(FitError if bad == "fit" else ValueError, match="in backward") as raised:
         engine.backward(x[1])
     assert "gradients of 1 earlier engine.backward calls went with it; no weight changed" in raised.value.__notes__[0]
     with pytest.raises(RunError, match=r"has no gradients: engine\.backward call 2 failed when it had gradients"):

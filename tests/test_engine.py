@@ -113,8 +113,8 @@ def test_budgets_between_are_bit_identical_and_kept(precision: str) -> None:
         assert_same(engine.state_dict(), want)
         assert engine.ledger.peak_nbytes <= least + extra
         traffic.append(engine.store.traffic.up_nbytes)
-    assert traffic == sorted(traffic, reverse=True)
-    assert traffic[0] > traffic[-1]
+    # Between the two the engine takes the fewest predicted seconds, which are not always the fewest bytes.
+    assert traffic[0] > traffic[-1] == min(traffic)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -128,7 +128,7 @@ class Figures:
 
 def metered(work: Callable[[], object]) -> int:
     """The most that was live of what `work` allocated, by the profiler's memory events."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         work()
     return most_live(seen)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -66,7 +66,9 @@ class Record:
 class Calls:
     """The calls of this rank, and a look at those of the others."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, check: Callable[[], None] = lambda: None) -> None:
+        """`check()` is called where waiting may be interrupted."""
+        self.check = check
         self.wire, self.number, self.name = wire, 0, ""
         self._recent: deque[tuple[int, str]] = deque(maxlen=KEPT)
         self._agreed, self._stopped = 0, (0, "")
@@ -144,6 +146,7 @@ class Calls:
                 return
             if time.monotonic() > deadline:
                 raise RunError(f"{self._behind(rank, record)} (waited {self._timeout.total_seconds():g} s)")
+            self.check()
             time.sleep(sleep)
             sleep = min(1.5 * sleep, LONGEST_SLEEP)
 

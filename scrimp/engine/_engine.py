@@ -107,7 +107,8 @@ class Engine(Between, Accumulating):
         self.cast_inputs = cast_inputs  # floating-point tensors of a batch, to the precision of the weights
         self.device = pick_device(device)
         self.wire = join_world(self.device)
-        self.calls = Calls(self.wire)
+        self.interrupts = Interrupts()
+        self.calls = Calls(self.wire, self.interrupts.check)
         self.budget = least_of_all(self.wire, resolve(memory or Memory(), self.device))
         self.ledger = Books(device=Ledger(tier=str(self.device)))
         self.steps, self.skipped = 0, 0
@@ -165,7 +166,6 @@ class Engine(Between, Accumulating):
         self.updating = Updating(self.store, self.rules, self.meter, staged=precision != "fp32" or clip_norm is not None)
         self.store.own = self.meter.ignore
         self.undo = Undo(model, self.device)
-        self.interrupts = Interrupts()
         self.residents = Residents(self.store, self.meter, self._retire, self.interrupts.check)
         self._watched = Watched(self.meter, self.ledger.device)
         self.strays = Strays(self.residents)

@@ -9,6 +9,7 @@ uses the schedule of a larger one. All ranks decide alike: they compare what the
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from scrimp.engine._resident import Residents
 from scrimp.engine._residuals import Residuals, Way
 from scrimp.engine._watched import Seen
 from scrimp.engine._world import agreed
-from scrimp.errors import FitError, RunError
+from scrimp.errors import FitError
 
 MOST_PLANS, MOST_SIZES = 64, 255
 WORTH_PASSING = 0.2  # of a step's seconds, predicted: copies, updates and compute never overlap quite so well
@@ -125,7 +126,7 @@ class Planning:
     def never_again(self, layer: int | None, words: str) -> None:
         """A layer cannot be recomputed, if one is named: its activations are kept from now on."""
         if layer is not None and self.mode == "all":
-            raise RunError(f"{words}, so the layer cannot be recomputed; use recompute='auto', which keeps its activations")
+            warnings.warn(f"{words}, so the layer cannot be recomputed: the engine keeps its activations", stacklevel=8)
         self.recompute.recomputable -= {layer}
         for plan in self._plans.values():
             plan.choice, plan.replans = None, 0
