@@ -206,6 +206,7 @@ def test_inputs_that_are_changed_in_place_are_not_recomputed_from(how: str) -> N
     assert_same(engine.state_dict(), plainly(model, batches()))
     engine = engine_of(model, recompute="all")
     with pytest.warns(UserWarning, match=r"layer 'blocks\.\d'.*in place.*keeps its activations"):
-        for batch in batches():
-            engine.step(batch)
+        engine.step(batches()[0])
+    for batch in batches()[1:]:
+        engine.step(batch)
     assert_same(engine.state_dict(), plainly(model, batches()))
