@@ -18,7 +18,7 @@ from scrimp.chunks._optim import AdamW
 from scrimp.chunks._table import ALIGN
 from scrimp.chunks._update import TILE, Updater, stage_numel
 from scrimp.errors import RunError
-from tests.test_native import DTYPES, SPECIAL, bits, kernel, levels, weights_of
+from tests.test_native import DTYPES, SPECIAL, bits, form, kernel, levels, weights_of
 from tests.test_native_build import said, start
 
 FIELDS = fields(2, "int8")
@@ -215,6 +215,7 @@ for numel in (3, 61, 64, 4099):
 
 
 @with_kernel
+@pytest.mark.skipif(form() is not None, reason="this processor always has vectors")
 def test_without_vectors_too() -> None:
     assert said(start(OTHER, _native_build._cache().parent, ATEN_CPU_CAPABILITY="default")) == "0"
 

@@ -87,9 +87,8 @@ def test_a_hung_rank_ends_the_others_in_time_naming_step_and_layer() -> None:
     with RankPool(3, timeout_seconds=60, collective_timeout_seconds=3) as ranks:
         answers = ranks.run(jobs.fault, "hung")
     for rank in (0, 2):
-        assert re.search(rf"rank {rank}, step 1, (at|before) layer .*: mesh rank {rank} of 3 failed", answers[rank]), answers[
-            rank
-        ]
+        where = rf"rank {rank}, step 1, (at|before) layer .*: mesh rank {rank} of 3 failed"
+        assert re.search(where, answers[rank]), answers[rank]
         assert f"rank {rank} calls engine.step as call 3, which rank 1 has not made" in answers[rank]
 
 

@@ -23,6 +23,7 @@ from scrimp.engine import Engine, Memory
 from scrimp.errors import FitError, RunError
 from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
 from tests import engine_jobs, jobs
+from tests.own_process import in_its_own_process
 from tests.reference import train_16
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -142,6 +143,7 @@ def test_updated_on_the_device_within_an_ulp(name: str, precision: str, tmp_path
 
 @pytest.mark.usefixtures("_same_kernels_every_time")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@in_its_own_process
 def test_caps_from_little_to_everything(precision: str) -> None:
     model, batches = model_and_batches("gpt-tiny", 6, **MID)
     want, _ = train_16(DTYPES[precision], model, batches, fused, device="cuda", updated_on="cpu")
@@ -263,9 +265,10 @@ def test_an_engine_that_is_gone_leaves_no_cap() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
+@in_its_own_process
 def test_memory_that_the_user_takes_between_steps(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is tried again with what is left, as long as nothing was updated; with less than that it says so."""
-    monkeypatch.setattr("scrimp.engine._engine.least_of_step", lambda engine, reason, *step: reason)  # it goes beyond the cap
+    monkeypatch.setattr("scrimp.engine._attempts.least_of_step", lambda engine, reason, *step: reason)  # it goes beyond the cap
     torch.manual_seed(0)
     model = Deep()
     batches = [(torch.randn(256, 2048),) for _ in range(25)]

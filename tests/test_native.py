@@ -14,6 +14,7 @@ from scrimp import zoo
 from scrimp.chunks import _update
 from scrimp.chunks._home import Piece
 from scrimp.chunks._native import Native, native, takes, why_not
+from scrimp.chunks._native_forms import Form, form_of
 from scrimp.chunks._optim import SGD, AdamW, Optimizer
 from scrimp.chunks._update import TILE, Updater
 from scrimp.engine import Engine, Memory
@@ -48,9 +49,17 @@ def kernel(level: int | None = None) -> Native:
     return found if level is None else replace(found, level=level)
 
 
+def form() -> Form | None:
+    """The form of the kernel; None where it is one for an instruction set of x86-64."""
+    found = native()
+    return None if found is None else form_of(found.level)
+
+
 def levels() -> list[int]:
     found = native()
-    return [] if found is None else [*range(1, found.level + 1)] or [0]
+    if found is None:
+        return []
+    return [found.level] if form() else [*range(1, found.level + 1)] or [0]
 
 
 def updater(kernel: Native | None) -> Updater:
@@ -80,11 +89,12 @@ def piece_of(
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """NaNs are one value here: their sign and payload depend on the order of operands, which the compiler chooses, in torch
-    too. bf16 has one NaN only, and its bits are compared."""
-    if tensor.dtype == torch.bfloat16:
+    too. bf16 has one NaN only, and its bits are compared; unless torch keeps an fp32 NaN's upper bits, as with SVE."""
+    found = form()
+    if tensor.dtype == torch.bfloat16 and (found is None or found.nan != "kept"):
         return tensor.view(torch.int16)
     whole: torch.Tensor = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
-    return whole.view(torch.int16 if tensor.dtype == torch.float16 else torch.int32)
+    return whole.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
 def assert_same(got: Piece, want: Piece, what: object) -> None:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scrimp.chunks._native import FUSED
 from scrimp.exchange import _kept, _native_select, _select
 from scrimp.exchange._cut import COLUMNS, Cut, cut
 from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule
@@ -46,7 +47,9 @@ def kernel(level: int | None = None) -> NativeSelect:
 
 def levels() -> list[int]:
     found = native_select()
-    return [] if found is None else [*range(found.level + 1)]
+    if found is None:
+        return []
+    return [*range(found.level + 1 if found.level != FUSED else 1), FUSED]
 
 
 def drawn(numel: int, look: str, seed: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 /* The host's optimizer update in one pass over memory: gradient in (fp32, bf16 or fp16), fp32 master and states updated in
  * place, 16-bit weight out or none.
  *
- * Every bit is that of torch's fused CPU kernels. Those have an AVX2 form, which AVX-512 machines use too, and a form
- * without fused multiply-adds. The first rounds its last numel % 8 elements in another order than the rest: `last` here.
+ * Every bit is that of torch's fused CPU kernels. On x86-64 those have an AVX2 form, which AVX-512 machines use too, and a
+ * form without fused multiply-adds. The first rounds its last numel % 8 elements in another order than the rest: `last` here.
+ * The other forms, and all that are for aarch64, are in `_native_plain.c`, which the compiler vectorises.
  * Where a multiply and an add are rounded once is written out below; the compiler must not choose (-ffp-contract=off).
  */
 #ifndef LANES
@@ -26,70 +27,24 @@ struct update {
     uint32_t seed;
     float weight_decay, momentum, undamped, lr; /* SGD */
     int decayed, momentous, starts, nesterov;
+    int lanes, body, tail, nan; /* the form, see `_native_plain.c` */
 };
 
 #define JOB struct update
 #include "_native_shared.c"
 
-/* One element at a time. */
+INLINE void soon(const void *from) { __builtin_prefetch((const void *)((uintptr_t)from + AHEAD)); }
 
-INLINE float gradient_at(const struct update *u, int64_t i) {
-    float g = u->gradient_kind == FP32 ? ((const float *)u->gradient)[i]
-            : u->gradient_kind == BF16 ? from_bits((uint32_t)((const uint16_t *)u->gradient)[i] << 16)
-                                       : from_fp16(((const uint16_t *)u->gradient)[i]);
-    return g * u->scale;
-}
+#include "_native_plain.c"
 
-INLINE void weight_at(const struct update *u, int64_t i, float x, int fused) {
-    if (u->weight_kind == BF16) ((uint16_t *)u->weight)[i] = to_bf16(x, fused);
-    if (u->weight_kind == FP16) ((uint16_t *)u->weight)[i] = to_fp16(x);
-}
-
-INLINE void adamw_single(const struct update *u, int64_t i, int64_t stop, float back, int fused) {
-    int small = fabsf(u->lerp) < 0.5f;
-    for (; i < stop; i++) {
-        float g = gradient_at(u, i), away = g - u->first[i];
-        float m = small ? times_plus(u->lerp, away, u->first[i], fused) : times_plus(away, back, g, fused);
-        float v = times_plus(u->second[i], u->beta2, u->square * g * g, fused);
-        float p = u->master[i] * u->decay - u->step * m / (__builtin_sqrtf(v) / u->root + u->eps);
-        u->first[i] = m;
-        u->second[i] = v;
-        u->master[i] = p;
-        weight_at(u, i, p, fused);
-    }
-}
-
-INLINE void sgd_single(const struct update *u, int64_t i, int64_t stop, int fused) {
-    for (; i < stop; i++) {
-        float g = gradient_at(u, i), p = u->master[i];
-        if (u->decayed) g = times_plus(p, u->weight_decay, g, fused);
-        if (u->momentous) {
-            float m = u->starts ? g : times_plus(u->first[i], u->momentum, g * u->undamped, fused);
-            u->first[i] = m;
-            g = u->nesterov ? times_plus(m, u->momentum, g, fused) : m;
-        }
-        p = times_plus(-g, u->lr, p, fused);
-        u->master[i] = p;
-        weight_at(u, i, p, fused);
-    }
-}
-
-static void adamw_plain(const struct update *u, int64_t i, int64_t stop) {
-    int64_t border = u->numel - u->numel % 8; /* before it 1 - 1 is 0 to torch, and -0 after it */
-    if (border > stop) border = stop;
-    adamw_single(u, i, border, u->lerp - 1.0f, 0);
-    adamw_single(u, border, stop, -(1.0f - u->lerp), 0);
-}
-static void sgd_plain(const struct update *u, int64_t i, int64_t stop) { sgd_single(u, i, stop, 0); }
+#ifdef X86
 
 FMA_TARGET static void adamw_last(const struct update *u, int64_t i, int64_t stop) {
-    adamw_single(u, i, stop, -(1.0f - u->lerp), 1);
+    adamw_part(u, i, stop, -(1.0f - u->lerp), FIRST, ONES);
 }
-FMA_TARGET static void sgd_last(const struct update *u, int64_t i, int64_t stop) { sgd_single(u, i, stop, 1); }
+FMA_TARGET static void sgd_last(const struct update *u, int64_t i, int64_t stop) { sgd_part(u, i, stop, FIRST, 1, ONES); }
 
 /* Eight or sixteen at a time: the end of this file, twice. */
-
-INLINE void soon(const float *from) { _mm_prefetch((const char *)((uintptr_t)from + AHEAD), _MM_HINT_T0); }
 
 #define ROUND (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 
@@ -149,23 +104,30 @@ TARGET INLINE void store_bf16_avx512(uint16_t *to, F x) {
 TARGET INLINE void store_fp16_avx512(uint16_t *to, F x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(x, ROUND)); }
 
 #include "_native.c"
+
+#define SPAN(name, level) ((level) == AVX512 ? name##_avx512 : (level) == AVX2 ? name##_avx2 : name##_plain)
+#else
+#define SPAN(name, level) name##_plain
+#endif /* X86 */
+
 #include "_native_codec.c"
 
-/* What Python calls. */
-
-FMA_TARGET static double decay_fused(double lr, double weight_decay) { return __builtin_fma(-lr, weight_decay, 1.0); }
+/* What Python calls. `level` is one of those in `_native_shared.c`, or a form. */
 
 static struct update adamw_of(const void *gradient, int gradient_kind, void *weight, int weight_kind, int64_t numel, double scale,
                               double lr, double beta1, double beta2, double eps, double weight_decay, double count, int level) {
     double times = (float)count; /* torch keeps it in fp32 */
-    double decay = level == PLAIN ? 1.0 - lr * weight_decay : decay_fused(lr, weight_decay);
-    return (struct update){
+    struct update u = {
         .numel = numel, .gradient = gradient, .weight = weight,
         .gradient_kind = gradient_kind, .weight_kind = weight_kind, .scale = (float)scale,
-        .decay = weight_decay != 0.0 ? (float)decay : 1.0f, .lerp = (float)(1.0 - beta1), .beta2 = (float)beta2,
+        .lerp = (float)(1.0 - beta1), .beta2 = (float)beta2,
         .square = (float)(1.0 - beta2), .root = (float)sqrt(1.0 - pow(beta2, times)), .eps = (float)eps,
         .step = (float)(lr / (1.0 - pow(beta1, times))),
     };
+    form_of(&u, level);
+    double decay = u.tail == APART ? 1.0 - lr * weight_decay : __builtin_fma(-lr, weight_decay, 1.0);
+    u.decay = weight_decay != 0.0 ? (float)decay : 1.0f;
+    return u;
 }
 
 void scrimp_adamw(float *master, float *first, float *second, const void *gradient, int gradient_kind, void *weight,
@@ -173,7 +135,7 @@ void scrimp_adamw(float *master, float *first, float *second, const void *gradie
                   double weight_decay, double count, int level, int threads) {
     struct update u = adamw_of(gradient, gradient_kind, weight, weight_kind, numel, scale, lr, beta1, beta2, eps, weight_decay,
                                count, level);
-    u.span = level == AVX512 ? adamw_avx512 : level == AVX2 ? adamw_avx2 : adamw_plain;
+    u.span = SPAN(adamw, level);
     u.master = master, u.first = first, u.second = second;
     run(&u, threads);
 }
@@ -184,7 +146,7 @@ void scrimp_adamw_coded(float *master, int8_t *first_codes, float *first_scales,
                         int level, int threads) {
     struct update u = adamw_of(gradient, gradient_kind, weight, weight_kind, numel, scale, lr, beta1, beta2, eps, weight_decay,
                                count, level);
-    u.span = level == AVX512 ? coded_avx512 : level == AVX2 ? coded_avx2 : coded_plain;
+    u.span = SPAN(coded, level);
     u.master = master, u.seed = seed;
     u.first_codes = first_codes, u.first_scales = first_scales, u.second_codes = second_codes, u.second_scales = second_scales;
     run(&u, threads);
@@ -194,13 +156,14 @@ void scrimp_sgd(float *master, float *first, const void *gradient, int gradient_
                 int64_t numel, double scale, double lr, double momentum, double dampening, double weight_decay,
                 int nesterov, int starts, int level, int threads) {
     struct update u = {
-        .span = level == AVX512 ? sgd_avx512 : level == AVX2 ? sgd_avx2 : sgd_plain,
+        .span = SPAN(sgd, level),
         .numel = numel, .master = master, .first = first, .gradient = gradient, .weight = weight,
         .gradient_kind = gradient_kind, .weight_kind = weight_kind, .scale = (float)scale,
         .decayed = weight_decay != 0.0, .momentous = momentum != 0.0, .starts = starts, .nesterov = nesterov,
         .weight_decay = (float)weight_decay, .momentum = (float)momentum, .undamped = (float)(1.0 - dampening),
         .lr = (float)lr,
     };
+    form_of(&u, level);
     run(&u, threads);
 }
 

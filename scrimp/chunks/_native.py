@@ -1,6 +1,7 @@
 """The host's update by a small C kernel (`_native.c`): one pass over memory, with threads of its own and without the GIL.
 
-It is used where it could be built and where a trial gives the bits of torch's own kernels; torch's are used otherwise.
+It is used where it could be built and where a trial gives the bits of torch's own kernels; torch's are used otherwise. On
+x86-64 torch's instruction set says which form of the kernel that can be, on aarch64 the trial finds it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import torch
 
 from scrimp.chunks._codec import fields, seed
 from scrimp.chunks._native_build import load
+from scrimp.chunks._native_forms import FORMS, form_of
+from scrimp.chunks._native_trial import trial
 from scrimp.chunks._settle import kernel_or_reason
 
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-LEVELS = ("no vectors", "AVX2", "AVX-512")
+LEVELS = ("no vectors", "AVX2", "AVX-512", "compiled C, with fused multiply-adds")
+FUSED = 3  # the level of aarch64
 _CAPABILITIES = {"DEFAULT": 0, "AVX2": 1}  # of torch, whose bits are wanted; all others have more
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
@@ -30,9 +34,9 @@ _SGD = (*[_POINTER] * 2, *_ENDS, *[_DOUBLE] * 5, *[_INT] * 4)
 
 @dataclass(frozen=True)
 class Native:
-    """`level` is the instruction set, an index of LEVELS. Tensors are flat, contiguous and on the CPU; masters and states
-    are fp32. The gradient is multiplied by `scale`. The weight is written from the master, if one is given; it may be
-    the gradient's own memory."""
+    """`level` is the instruction set, an index of LEVELS, or the level of a `Form`. Tensors are flat, contiguous and on the
+    CPU; masters and states are fp32. The gradient is multiplied by `scale`. The weight is written from the master, if one
+    is given; it may be the gradient's own memory."""
 
     library: ctypes.CDLL
     compiler: str
@@ -40,7 +44,8 @@ class Native:
 
     @property
     def instructions(self) -> str:
-        return LEVELS[self.level]
+        form = form_of(self.level)
+        return LEVELS[self.level] if form is None else str(form)
 
     def describe(self) -> str:
         return f"{self.instructions}, built by {self.compiler}"
@@ -179,34 +184,16 @@ def _made() -> Native | str:
     library.scrimp_adamw.argtypes, library.scrimp_adamw.restype = _ADAMW, None
     library.scrimp_adamw_coded.argtypes, library.scrimp_adamw_coded.restype = _CODED, None
     library.scrimp_sgd.argtypes, library.scrimp_sgd.restype = _SGD, None
-    level = min(library.scrimp_level(), _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), 2))
-    kernel = Native(library, compiler, level)
-    return kernel if _tried(kernel) else f"its bits are not those of torch {torch.__version__}"
+    attempt = trial()
+    for level in _levels(library.scrimp_level()):
+        kernel = Native(library, compiler, level)
+        if attempt.passed_by(kernel):
+            return kernel
+    return f"its bits are not those of torch {torch.__version__}"
 
 
-def _tried(kernel: Native) -> bool:
-    """Whether a few updates, vectors and rest, have the bits of torch's fused kernels: another build of torch may round
-    in another order."""
-    random = torch.Generator().manual_seed(0)
-    same = []
-    for count, beta1 in ((1, 0.9), (7, 0.3)):
-        ours = [torch.randn(24 * 16 + 15, generator=random, dtype=torch.float32, device="cpu") for _ in range(4)]
-        ours[2].square_()
-        theirs = [tensor.clone() for tensor in ours]
-        p, m, v, g = ours
-        kernel.adamw(p, m, v, g, None, None, lr=0.01, beta1=beta1, beta2=0.99, eps=1e-8, weight_decay=0.1, count=count, threads=1)
-        kernel.sgd(
-            p, m, g, None, None,
-            lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1, nesterov=count == 1, count=2, threads=1,
-        )  # fmt: skip
-        p, m, v, g = theirs
-        torch._fused_adamw_(
-            [p], [g], [m], [v], [], [torch.tensor(float(count), dtype=torch.float32, device="cpu")],
-            lr=0.01, beta1=beta1, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
-        torch._fused_sgd_(
-            [p], [g], [m], lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1,
-            nesterov=count == 1, maximize=False, is_first_step=False,
-        )  # fmt: skip
-        same += [torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True)]
-    return all(same)
+def _levels(most: int) -> list[int]:
+    """Those that can have torch's bits, where the machine can do `most`."""
+    if most == FUSED:
+        return [form.level for form in FORMS]
+    return [min(most, _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), 2))]

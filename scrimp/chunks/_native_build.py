@@ -19,6 +19,7 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("_native.c")
 INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+MACHINES = {"x86_64": "x86-64", "AMD64": "x86-64", "aarch64": "aarch64"}  # by Python's names
 SECONDS = 120
 
 
@@ -37,8 +38,8 @@ def compiler() -> list[str]:
 
 def load(source: Path = SOURCE) -> tuple[ctypes.CDLL, str]:
     """The library, and the compiler in words."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        raise NoKernelError(f"it is for x86-64, this is {platform.machine()}")
+    if platform.machine() not in MACHINES:
+        raise NoKernelError(f"it is for {' and '.join(dict.fromkeys(MACHINES.values()))}, this is {platform.machine()}")
     command = compiler()
     version = _run([*command, "--version"])
     parts = (*_texts(source), version, " ".join((*command, *FLAGS)), platform.machine())

@@ -75,8 +75,8 @@ INLINE void coded_span(const struct update *u, int64_t i, int64_t stop, void (*a
         uint8_t *second_codes = u->second_codes + i;
         float *first_scales = u->first_scales + i / CODED, *second_scales = u->second_scales + i / CODED;
         for (int64_t b = 0; b < whole; b++) {
-            _mm_prefetch((const char *)((uintptr_t)(first_codes + b * CODED) + AHEAD), _MM_HINT_T0);
-            _mm_prefetch((const char *)((uintptr_t)(second_codes + b * CODED) + AHEAD), _MM_HINT_T0);
+            soon(first_codes + b * CODED);
+            soon(second_codes + b * CODED);
             decode(first_codes + b * CODED, first_scales[b], first + b * CODED);
             decode_unsigned(second_codes + b * CODED, second_scales[b], second + b * CODED);
         }
@@ -107,6 +107,8 @@ INLINE void coded_span(const struct update *u, int64_t i, int64_t stop, void (*a
 }
 
 static void coded_plain(const struct update *u, int64_t i, int64_t stop) { coded_span(u, i, stop, adamw_plain); }
+#ifdef X86
 FMA_TARGET static void coded_avx2(const struct update *u, int64_t i, int64_t stop) { coded_span(u, i, stop, adamw_avx2); }
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")))
 static void coded_avx512(const struct update *u, int64_t i, int64_t stop) { coded_span(u, i, stop, adamw_avx512); }
+#endif

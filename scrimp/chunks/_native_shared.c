@@ -1,7 +1,10 @@
 /* What the kernels for the host share: numbers of 16 bits, instruction sets, threads. Part of each of them, after its JOB: a
  * structure with `span`, which does a part of it, from one element to before another, and `numel`.
  */
+#ifdef __x86_64__
 #include <immintrin.h>
+#define X86 1
+#endif
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -10,16 +13,23 @@
 #include <string.h>
 
 enum kind { NONE, FP32, BF16, FP16 };
-enum level { PLAIN, AVX2, AVX512 };
+enum level { PLAIN, AVX2, AVX512, FUSED }; /* FUSED: plain C for processors that all have fused multiply-adds */
+enum nan_kind { QUIET, ONES, KEPT }; /* what is no number, in bf16: 0x7fc0, 0xffff, or the upper half of its bits */
 
 #define BLOCK 65536 /* what a thread takes at a time; a multiple of the lanes, so that the end stays where it is */
 
+#ifdef X86
 #define FMA_TARGET __attribute__((target("avx2,fma,f16c")))
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE float from_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 INLINE uint32_t to_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
+#ifdef __aarch64__ /* every such processor converts them */
+INLINE float from_fp16(uint16_t half) { __fp16 x; memcpy(&x, &half, 2); return x; }
+INLINE uint16_t to_fp16(float x) { __fp16 rounded = (__fp16)x; uint16_t half; memcpy(&half, &rounded, 2); return half; }
+#else
 INLINE float from_fp16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
     if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | (rest & 0x3ff) << 13 | (rest > 0x7c00 ? 0x400000 : 0));
@@ -36,21 +46,28 @@ INLINE uint16_t to_fp16(float x) {
         return (uint16_t)(sign | (to_bits(from_bits(rest) + 0.5f) - 0x3f000000));
     return (uint16_t)(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
 }
+#endif
 
-INLINE uint16_t to_bf16(float x, int fused) {
+INLINE uint16_t to_bf16(float x, int nan) {
     uint32_t bits = to_bits(x);
-    if (x != x) return fused ? 0xffff : 0x7fc0;
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    uint16_t no_number = nan == QUIET ? 0x7fc0 : nan == ONES ? 0xffff : (uint16_t)(bits >> 16 | 0x40);
+    return x != x ? no_number : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 INLINE float times_plus(float a, float b, float c, int fused) { return fused ? __builtin_fmaf(a, b, c) : a * b + c; }
 
 int scrimp_level(void) {
+#ifdef X86
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PLAIN;
     int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vl");
     return wide ? AVX512 : AVX2;
+#elif defined(__aarch64__)
+    return FUSED;
+#else
+    return PLAIN;
+#endif
 }
 
 /* Threads: workers that sleep until there is something to do, and take blocks of it until none is left. */

@@ -49,8 +49,18 @@ static uint64_t within_first(const float *from, int n, uint32_t low, uint32_t hi
     return found;
 }
 
-static uint64_t within_plain(const float *from, uint32_t low, uint32_t high) { return within_first(from, 64, low, high); }
+static uint64_t within_plain(const float *from, uint32_t low, uint32_t high) {
+    uint8_t here[64]; /* a loop that the compiler vectorises; then eight bytes of 0 or 1 become eight bits */
+    uint64_t found = 0, eight;
+    for (int j = 0; j < 64; j++) here[j] = (magnitude(from[j]) >= low) & (magnitude(from[j]) <= high);
+    for (int j = 0; j < 64; j += 8) {
+        memcpy(&eight, here + j, 8);
+        found |= eight * 0x0102040810204080u >> 56 << j;
+    }
+    return found;
+}
 
+#ifdef X86
 FMA_TARGET static uint64_t within_avx2(const float *from, uint32_t low, uint32_t high) {
     __m256i lowest = _mm256_set1_epi32((int)low), highest = _mm256_set1_epi32((int)high), all = _mm256_set1_epi32(MAGNITUDE);
     uint64_t outside = 0;
@@ -72,6 +82,7 @@ WIDE_TARGET static uint64_t within_avx512(const float *from, uint32_t low, uint3
     }
     return found;
 }
+#endif
 
 INLINE uint64_t next_within(const float *from, int64_t n, uint32_t low, uint32_t high, within_of *within) {
     return n < 64 ? within_first(from, (int)n, low, high) : within(from, low, high);
@@ -82,11 +93,13 @@ INLINE uint64_t next_within(const float *from, int64_t n, uint32_t low, uint32_t
 static void widen_plain(const uint16_t *from, int n, float *to) {
     for (int j = 0; j < n; j++) to[j] = from_fp16(from[j]);
 }
+#ifdef X86
 FMA_TARGET static void widen_vectors(const uint16_t *from, int n, float *to) {
     int j = 0;
     for (; j + 8 <= n; j += 8) _mm256_storeu_ps(to + j, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + j))));
     widen_plain(from + j, n - j, to + j);
 }
+#endif
 
 INLINE const float *widened(const struct kept *k, int64_t i, int n, float *restrict to, widen_of *widen_fp16) {
     const uint16_t *restrict from = (const uint16_t *)k->gradient + i;
@@ -234,12 +247,18 @@ INLINE void rows(const struct kept *given, int64_t start, int64_t end, within_of
 }
 
 static void rows_plain(const struct kept *k, int64_t i, int64_t stop) { rows(k, i, stop, within_plain, widen_plain, 0); }
+static void rows_fused(const struct kept *k, int64_t i, int64_t stop) { rows(k, i, stop, within_plain, widen_plain, 1); }
+#ifdef X86
 FMA_TARGET static void rows_avx2(const struct kept *k, int64_t i, int64_t stop) {
     rows(k, i, stop, within_avx2, widen_vectors, 1);
 }
 WIDE_TARGET static void rows_avx512(const struct kept *k, int64_t i, int64_t stop) {
     rows(k, i, stop, within_avx512, widen_vectors, 1);
 }
+#define ROWS(level) ((level) == AVX512 ? rows_avx512 : (level) == AVX2 ? rows_avx2 : (level) == FUSED ? rows_fused : rows_plain)
+#else
+#define ROWS(level) ((level) == FUSED ? rows_fused : rows_plain)
+#endif
 
 /* What Python calls. */
 
@@ -247,7 +266,7 @@ void scrimp_kept(float *rest, float *first, float *second, const void *gradient,
                  double beta1, double beta2, double rate, double eps, int64_t per_row, int64_t from_rest, int64_t *positions,
                  uint16_t *places, void *values, int values_kind, int masking, int level, int threads) {
     struct kept k = {
-        .span = level == AVX512 ? rows_avx512 : level == AVX2 ? rows_avx2 : rows_plain,
+        .span = ROWS(level),
         .numel = numel, .rest = rest, .first = first, .second = second, .gradient = gradient, .gradient_kind = gradient_kind,
         .carry = (float)carry, .lerp = (float)(1.0 - beta1), .beta2 = (float)beta2, .square = (float)(1.0 - beta2),
         .rate = (float)rate, .eps = (float)eps, .per_row = per_row, .from_rest = from_rest,
@@ -259,7 +278,7 @@ void scrimp_kept(float *rest, float *first, float *second, const void *gradient,
 /* What a packet has is added to a master, times `by`; a weight is written where that has changed. Whole rows have `per_row`
  * entries each, and what is left of them is of the rest. What lies beyond the end is left out, and makes it 0. */
 static int arrived(float *master, int64_t numel, void *weight, int weight_kind, const uint16_t *places, const void *values,
-                   int values_kind, int64_t per_row, int64_t entries, float by) {
+                   int values_kind, int64_t per_row, int64_t entries, float by, int fused) {
     int64_t row = 0, last = per_row, inside = 1;
     for (int64_t j = 0; j < entries; j++) {
         if (j == last && row + BLOCK < numel) row += BLOCK, last += per_row;
@@ -269,7 +288,7 @@ static int arrived(float *master, int64_t numel, void *weight, int weight_kind, 
         float value = values_kind == FP32 ? ((const float *)values)[j]
                     : values_kind == BF16 ? from_bits((uint32_t)((const uint16_t *)values)[j] << 16)
                                           : from_fp16(((const uint16_t *)values)[j]);
-        float now = master[at] += by * value;
+        float now = master[at] = times_plus(by, value, master[at], fused);
         if (weight_kind == BF16) ((uint16_t *)weight)[at] = to_bf16(now, 0);
         else if (weight_kind == FP16) ((uint16_t *)weight)[at] = to_fp16(now);
         else if (weight_kind == FP32) ((float *)weight)[at] = now;
@@ -279,11 +298,13 @@ static int arrived(float *master, int64_t numel, void *weight, int weight_kind, 
 
 /* The packets of so many ranks, one after the other, each so many bytes after the one before. */
 int scrimp_arrived(float *master, int64_t numel, void *weight, int weight_kind, const char *places, const char *values,
-                   int values_kind, int64_t per_row, int64_t entries, double times, int64_t ranks, int64_t apart) {
+                   int values_kind, int64_t per_row, int64_t entries, double times, int64_t ranks, int64_t apart, int fused) {
     int inside = 1;
-    for (int64_t r = 0; r < ranks; r++)
-        inside &= arrived(master, numel, weight, weight_kind, (const uint16_t *)(places + r * apart), values + r * apart,
-                          values_kind, per_row, entries, (float)times);
+    for (int64_t r = 0; r < ranks; r++) {
+        const uint16_t *there = (const uint16_t *)(places + r * apart);
+        const char *sent = values + r * apart;
+        inside &= arrived(master, numel, weight, weight_kind, there, sent, values_kind, per_row, entries, (float)times, fused);
+    }
     return inside;
 }
 
@@ -302,12 +323,20 @@ INLINE void mean_of(float *mean, const char *values, int kind, int64_t numel, in
     }
 }
 
+static void mean_fused(float *mean, const char *values, int kind, int64_t numel, int64_t ranks, int64_t apart) {
+    mean_of(mean, values, kind, numel, ranks, apart, widen_plain, 1);
+}
+#ifdef X86
 FMA_TARGET static void mean_vectors(float *mean, const char *values, int kind, int64_t numel, int64_t ranks, int64_t apart) {
     mean_of(mean, values, kind, numel, ranks, apart, widen_vectors, 1);
 }
+#else
+#define mean_vectors mean_fused
+#endif
 
 void scrimp_mean(float *mean, const char *values, int kind, int64_t numel, int64_t ranks, int64_t apart, int level) {
     if (level == PLAIN) mean_of(mean, values, kind, numel, ranks, apart, widen_plain, 0);
+    else if (level == FUSED) mean_fused(mean, values, kind, numel, ranks, apart);
     else mean_vectors(mean, values, kind, numel, ranks, apart);
 }
 

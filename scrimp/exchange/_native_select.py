@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scrimp.chunks._native import KINDS, LEVELS
+from scrimp.chunks._native import FUSED, KINDS, LEVELS
 from scrimp.chunks._native_build import load
 from scrimp.chunks._settle import kernel_or_reason
 from scrimp.exchange._cut import COLUMNS, Cut, cut
@@ -30,7 +30,7 @@ _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, 
 _KEPT: tuple[Any, ...] = (
     *[_POINTER] * 4, _INT, _LONG, *[_DOUBLE] * 5, *[_LONG] * 2, *[_POINTER] * 3, *[_INT] * 4,
 )  # fmt: skip
-_ARRIVED: tuple[Any, ...] = (_POINTER, _LONG, _POINTER, _INT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _DOUBLE, *[_LONG] * 2)
+_ARRIVED: tuple[Any, ...] = (_POINTER, _LONG, _POINTER, _INT, *[_POINTER] * 2, _INT, *[_LONG] * 2, _DOUBLE, *[_LONG] * 2, _INT)
 _MEAN: tuple[Any, ...] = (*[_POINTER] * 2, _INT, *[_LONG] * 3, _INT)
 _PUT: tuple[Any, ...] = (_POINTER, _INT, _POINTER, _INT, _LONG)
 
@@ -49,11 +49,12 @@ class Numbers:
 @dataclass(frozen=True)
 class NativeSelect:
     """Tensors are flat, contiguous, on the CPU and of one size; the residual and the states are fp32. `level` is the
-    instruction set, an index of LEVELS."""
+    instruction set, an index of LEVELS. `fused`: whether torch's `index_add_` rounds a product and its sum once."""
 
     library: ctypes.CDLL
     compiler: str
     level: int
+    fused: bool = False
 
     @property
     def instructions(self) -> str:
@@ -103,7 +104,7 @@ class NativeSelect:
         kinds = (0 if weight is None else KINDS[weight.dtype], KINDS[dtype])
         inside = self.library.scrimp_arrived(
             master.data_ptr(), how.numel, _at(weight), kinds[0], places.data_ptr(), values.data_ptr(), kinds[1], how.per_row,
-            how.entries, times, *packets.shape[:1], packets.stride(0),
+            how.entries, times, *packets.shape[:1], packets.stride(0), self.fused,
         )  # fmt: skip
         if not inside:
             raise ValueError(f"a packet has a place beyond the {how.numel} elements")
@@ -200,8 +201,13 @@ def _made() -> NativeSelect | str:
     library.scrimp_put.argtypes, library.scrimp_put.restype = _PUT, _INT
     library.scrimp_mean.argtypes, library.scrimp_mean.restype = _MEAN, None
     library.scrimp_arrived.argtypes, library.scrimp_arrived.restype = _ARRIVED, _INT
-    kernel = NativeSelect(library, compiler, library.scrimp_level())
-    return kernel if _tried(kernel) else f"it does not find what torch {torch.__version__} finds"
+    most = library.scrimp_level()
+    ways = [(FUSED, True), (FUSED, False), (0, True), (0, False)] if most == FUSED else [(most, False)]
+    for level, fused in ways:
+        kernel = NativeSelect(library, compiler, level, fused)
+        if _tried(kernel):
+            return kernel
+    return f"it does not find what torch {torch.__version__} finds"
 
 
 def _tried(kernel: NativeSelect) -> bool:
