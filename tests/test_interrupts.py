@@ -107,10 +107,10 @@ def test_many_interrupts(device: str) -> None:
     try:
         thread.start()
         while engine.steps < len(data):
-            allowed = interrupts < 12
             with suppress(KeyboardInterrupt):
+                allowed = interrupts < 12
                 engine.step(data[engine.steps])
-            allowed = False
+                allowed = False
             assert not dispatch._get_current_dispatch_mode_stack()
             assert min(engine.ledger.now.values()) >= 0
     finally:
