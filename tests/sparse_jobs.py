@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import warnings
@@ -179,3 +180,17 @@ def folder_of(path: Path) -> str:
 
 def pace() -> Pace:
     return measure_pace(apart(join_world(torch.device("cpu"))), torch.device("cpu"), 0.01)
+
+
+def threads_left(engines: int) -> tuple[int, int]:
+    """Threads of this process after one engine has come and gone, and after more have."""
+    counts = []
+    for number in range(engines):
+        engine = engine_of("gpt-tiny", {"density": 0.05})
+        steps_of(engine, "gpt-tiny", range(1))
+        if number % 2:
+            engine.close()
+        del engine
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts[0], counts[-1]

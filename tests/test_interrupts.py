@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -18,6 +19,8 @@ from torch.utils import _python_dispatch as dispatch
 from scrimp import SGD, Engine, Memory, RunError
 from scrimp.chunks import _dispatch_private
 from scrimp.engine._interrupts import Interrupts
+from scrimp.ext.ranks import pool
+from tests import sparse_jobs
 from tests.test_engine_hooks import Net, batches
 
 
@@ -174,3 +177,10 @@ def test_closing_is_final(disk: bool, tmp_path: Path) -> None:
     again = engine_of()
     again.load(tmp_path / "ckpt")
     assert again.steps == 3
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_engines_that_are_gone_leave_no_process_group() -> None:
+    """Gloo's threads look for messages all the time: a process with many engines after each other would do little else."""
+    for first, last in pool(2).run(sparse_jobs.threads_left, 3):
+        assert last <= first

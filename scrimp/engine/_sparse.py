@@ -28,6 +28,7 @@ from scrimp.engine._residuals import Residuals
 from scrimp.engine._shares import Share, shares_of
 from scrimp.engine._sparse_state import load, tensors
 from scrimp.engine._updating import restore_all
+from scrimp.engine._world import leave
 from scrimp.errors import RunError
 from scrimp.exchange._choice import measure_pace, sparse_pays
 from scrimp.exchange._kept import Adaptive, Kept, Momentum, Rule, finite, largest_piece
@@ -74,7 +75,7 @@ class SparseExchange:
 
     def _hire(self) -> None:
         self._comm = Worker("the exchange of gradients")
-        self._close = weakref.finalize(self, self._comm.close)  # at exit too: the thread must not outlive torch
+        self._close = weakref.finalize(self, _end, self._comm, self._wire)  # at exit too: the thread must not outlive torch
         self._round: Round | None = None
 
     # In the order of a step.
@@ -176,7 +177,8 @@ class SparseExchange:
     def load(self, engine: Engine, files: list[Any]) -> None:
         """From the files of all ranks."""
         self.store.lanes.settle()
-        self._close()  # with whatever went wrong in it
+        self._close.detach()
+        self._comm.close()  # with whatever went wrong in it
         self._hire()
         gpus = self.store.wire.world
         node, place = divmod(engine.wire.rank, gpus)
@@ -381,3 +383,9 @@ class SparseExchange:
                     f"step {engine.steps}: the ranks' weights of layer '{path}' are no longer the same (checksums "
                     f"{column.tolist()}); load the last checkpoint"
                 )
+
+
+def _end(comm: Worker, wire: Wire) -> None:
+    """The exchange's thread, and its process group."""
+    comm.close()
+    leave(wire)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from scrimp.chunks._wire import Wire
 from scrimp.engine._memory import Budget
 from scrimp.errors import MoveError, RunError
 from scrimp.layout import Mesh
+from scrimp.move._comm import end_group
 from scrimp.move._torch_private import group_timeout
 
 
@@ -42,6 +44,13 @@ def apart(wire: Wire) -> Wire:
         return Wire()
     group = dist.new_group(timeout=group_timeout(dist.group.WORLD, wire.device))
     return Wire(world=wire.world, rank=wire.rank, group=group, device=wire.device)
+
+
+def leave(wire: Wire) -> None:
+    """End a group that `apart` or `nodes` made. Gloo's threads for it look for messages a hundred times a second, used or not."""
+    if wire.group is not None and dist.is_initialized():
+        with suppress(ValueError, AssertionError):  # the user has ended all groups already
+            end_group(wire.group)
 
 
 def who_shares(wire: Wire, mesh: Mesh | None, *, sparse: bool) -> tuple[Wire, Wire]:

@@ -65,6 +65,11 @@ class Comm:
             if len(pieces) > 1:
                 _split(incoming[peer], pieces)
 
+    @property
+    def made(self) -> list[Any]:
+        """The groups that it made for itself."""
+        return [group for group in (*self._subgroups.values(), self._apart) if group is not None]
+
     def _op(self, op: Any, peer: int, data: torch.Tensor, tag: int) -> dist.P2POp:
         if data.device.type != "cuda":
             return dist.P2POp(op, data, group=self.group, group_peer=self.peers[peer], tag=tag)
@@ -165,6 +170,14 @@ def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:
             group = dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
         _comms[key] = Comm(group, ranks)
     return _comms[key]
+
+
+def end_group(group: Any) -> None:
+    """Destroy a process group, and what moves over it have made: sub-groups, and the communicator that would keep it alive."""
+    for key in [key for key, comm in _comms.items() if comm.group is group]:
+        for made in _comms.pop(key).made:
+            dist.destroy_process_group(made)
+    dist.destroy_process_group(group)
 
 
 def _tensor(request: Any) -> torch.Tensor:
