@@ -13,7 +13,7 @@ import torch
 from scrimp.chunks import _native
 from scrimp.chunks._native import Native, native, why_not
 from scrimp.chunks._native_forms import Form
-from tests.test_native import kernel
+from tests.test_native import form, kernel
 
 pytestmark = pytest.mark.skipif(native() is None, reason=f"no native kernel here: {why_not()}")
 
@@ -123,10 +123,11 @@ for optimizer in t.OPTIMIZERS:
 """
 
 
+@pytest.mark.skipif(form() is not None, reason="instruction sets of x86-64")
 @pytest.mark.parametrize(("capability", "level"), [("default", 0), ("avx2", 1)])
 def test_it_follows_torch_to_lesser_instructions(capability: str, level: int, tmp_path: Path) -> None:
     """torch without fused multiply-adds has other bits."""
-    assert said(start(OTHER, tmp_path, ATEN_CPU_CAPABILITY=capability)) == str(min(level, kernel().level))
+    assert said(start(OTHER, tmp_path, ATEN_CPU_CAPABILITY=capability)) == str(min(level, kernel().library.scrimp_level()))
 
 
 FORK = """
