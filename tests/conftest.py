@@ -65,8 +65,9 @@ def ranks4() -> RankPool:
     return pool(4)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _end_pools() -> Iterator[None]:
+    """With their file: ranks are quickly forked again, and gloo's threads of a pool that nobody uses take a part of a core."""
     yield
     close_pools()
 
