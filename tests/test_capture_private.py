@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,3 +137,18 @@ def test_lines_of_torch_itself_are_passed_over_but_for_its_modules() -> None:
     assert door.line_of(f"  {user}\n  {module}\n  {wrapper}") == "modules/linear.py:125"
     assert door.line_of(wrapper) == "utils/_device.py:116"
     assert door.line_of(None) == "?"
+
+
+def test_dynamo_learns_torchs_functions_before_any_is_replaced() -> None:
+    """In a fresh process, whose first trace would see the replacements. The table is made once."""
+    code = (
+        "import torch\n"
+        "from scrimp.capture._decided import decided\n"
+        "from torch._dynamo import trace_rules\n"
+        "real = torch.rand\n"
+        "with decided():\n"
+        "    table = trace_rules.get_torch_obj_rule_map()\n"
+        "    assert torch.rand is not real\n"
+        "    assert real in table and torch.rand not in table\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

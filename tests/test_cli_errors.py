@@ -235,7 +235,8 @@ def test_what_the_parser_refuses_is_left_to_it() -> None:
 
 def test_ctrl_c_ends_a_process() -> None:
     code = (
-        "import time, scrimp.cli, scrimp.cli._clusters as command\n"
+        "import signal, time, scrimp.cli, scrimp.cli._clusters as command\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a process in the background ignores
         "command.show = lambda console, **settings: (print('began', flush=True), time.sleep(60))\n"
         "scrimp.cli.main()\n"
     )

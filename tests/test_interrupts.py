@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,14 @@ from scrimp.engine._interrupts import Interrupts
 from scrimp.ext.ranks import pool
 from tests import sparse_jobs
 from tests.test_engine_hooks import Net, batches
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """A process that was started in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def engine_of(**settings: Any) -> Engine:

@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from scrimp.capture._dynamo_private import learn_torch
+
 _rand = torch.rand
 _ONE = ((), (1,))
 
@@ -105,6 +107,7 @@ def _counted(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
 
 @contextmanager
 def decided() -> Iterator[None]:
+    learn_torch()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "rand", _one_or_many))
         stack.enter_context(mock.patch.object(torch, "bincount", _counted))

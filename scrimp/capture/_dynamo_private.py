@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo as dynamo
 from torch import Tensor, fx, nn
+from torch._dynamo import trace_rules
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
@@ -77,6 +78,12 @@ def quiet() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+def learn_torch() -> None:
+    """Dynamo makes its table of torch's functions once, at the first trace, from what their names refer to then. It must make it before
+    any of them is replaced."""
+    trace_rules.get_torch_obj_rule_map()
 
 
 def modules_of(node: fx.Node) -> tuple[int, ...]:
