@@ -125,7 +125,7 @@ class ChangesInputs(nn.Module):
         return self.last(x).float().square().mean()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_a_layer_that_changes_its_input_is_not_recomputed(precision: str) -> None:
     """It would be computed from the changed input, without a word."""
     torch.manual_seed(0)

@@ -78,9 +78,9 @@ def test_an_error_is_the_same_without_what_it_holds() -> None:
     [
         ("gpt-tiny", "fp32", "auto", 0.3),
         ("gpt-tiny", "bf16", "none", 0.6),
-        ("moe-tiny", "bf16", "auto", 0.9),
+        pytest.param("moe-tiny", "bf16", "auto", 0.9, marks=pytest.mark.full),
         ("resnet-tiny", "fp32", "all", 0.5),
-        ("vgg-tiny", "fp16", "auto", 0.7),
+        pytest.param("vgg-tiny", "fp16", "auto", 0.7, marks=pytest.mark.full),
     ],
 )
 def test_the_least_device_budget_works_at_once(name: str, precision: str, recompute: str, share: float) -> None:
@@ -255,7 +255,7 @@ def test_the_least_room_on_disk_works_at_once(tmp_path: Path, monkeypatch: pytes
 # The host, in a step that offloads.
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("on_disk", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_least_host_budget_of_a_step_that_offloads(on_disk: bool, tmp_path: Path) -> None:
     shape = {"layers": 6, "seq": 64, "dim": 32}
     torch.manual_seed(0)

@@ -81,8 +81,8 @@ def quiet() -> Iterator[None]:
 
 
 def learn_torch() -> None:
-    """Dynamo makes its table of torch's functions once, at the first trace, from what their names refer to then. It must make it before
-    any of them is replaced."""
+    """Dynamo makes its table of torch's functions once, at the first trace, from what their names refer to then. It must make it
+    before any of them is replaced."""
     trace_rules.get_torch_obj_rule_map()
 
 
