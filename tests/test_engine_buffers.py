@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from scrimp import SGD, Engine, FitError, Memory
+from tests.test_engine_hooks import plainly as trained_plainly
 
 
 class Averaging(nn.Module):
@@ -65,14 +66,7 @@ def batches(count: int = 6, dim: int = 16) -> list[torch.Tensor]:
 
 
 def plainly(model: nn.Module, data: list[torch.Tensor], parts: int = 1) -> dict[str, torch.Tensor]:
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
-    for batch in data:
-        for part in batch.chunk(parts):
-            (model(part) / parts if parts > 1 else model(part)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+    return trained_plainly(copy.deepcopy(model), data, parts)
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:

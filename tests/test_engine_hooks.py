@@ -13,17 +13,7 @@ from torch import nn
 from scrimp import SGD, Engine, Memory, RunError
 from scrimp.engine._hooks_private import post_accumulate_hooks, share_tensor_hooks
 from scrimp.engine._rnn_private import NAME as RNN_REFERENCES
-
-
-class Net(nn.Module):
-    def __init__(self, dim: int = 16) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+from tests.test_engine_review import Net
 
 
 def batches(count: int = 5) -> list[torch.Tensor]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
 from scrimp.cli._clusters import cluster_of
 from scrimp.cli._files import check_writable
+from scrimp.cli._importable import importable
 from scrimp.cli._set import pairs
 from scrimp.cluster import Cluster
 from scrimp.errors import PlanError, ScrimpError
@@ -129,12 +129,5 @@ def _check_function(model: str, batch: int | None, seq: int | None, settings: Se
     for name, given in (("--batch", batch), ("--seq", seq), ("--set", settings or None)):
         if given is not None:
             raise ScrimpError(f"{name} has no effect on {model}, whose function gives the model and its batch: leave it out")
-    sys.path.insert(0, "")
-    try:
-        found = importlib.util.find_spec(module.partition(".")[0])
-    except (ImportError, ValueError) as error:
-        raise ScrimpError(f"{model}: {error}") from error
-    finally:
-        sys.path.remove("")
-    if found is None:
+    if not importable(module, model):
         raise ScrimpError(f"{model}: there is no module '{module}' in this folder or among the installed ones")

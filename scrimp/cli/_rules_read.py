@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from scrimp.cli._importable import importable
 from scrimp.cli._set import pairs
 from scrimp.errors import ScrimpError
 from scrimp.move._dtypes import ITEMSIZE
@@ -49,12 +48,5 @@ def check_modules(names: Sequence[str]) -> None:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ScrimpError(f"--load {name}: give the name of a Python module, such as my_operators")
-        sys.path.insert(0, "")
-        try:
-            found = importlib.util.find_spec(name.partition(".")[0])
-        except (ImportError, ValueError) as error:
-            raise ScrimpError(f"--load {name}: {error}") from error
-        finally:
-            sys.path.remove("")
-        if found is None:
+        if not importable(name, f"--load {name}"):
             raise ScrimpError(f"--load {name}: No module named '{name}' in this folder or among the installed ones")

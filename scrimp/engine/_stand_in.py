@@ -36,7 +36,8 @@ TOLD = {
 CASTS = {
     "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64,
 }  # fmt: skip
-VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}  # attributes
+VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that make a view of a tensor, and need its values to be there
+VALUES = {"data", *VIEWS}
 
 
 class StandIn(nn.Parameter):

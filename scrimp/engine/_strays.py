@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from scrimp.chunks._dispatch_private import PlainMode
 from scrimp.engine._resident import Residents
-
-VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that make a view of a tensor, and need its values to be there
+from scrimp.engine._stand_in import VIEWS
 
 
 class Strays(TorchFunctionMode):
