@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -67,7 +68,12 @@ def ranks4() -> RankPool:
 
 @pytest.fixture(scope="module", autouse=True)
 def _end_pools() -> Iterator[None]:
-    """With their file: ranks are quickly forked again, and gloo's threads of a pool that nobody uses take a part of a core."""
+    """With their file: ranks are quickly forked again, and gloo's threads of a pool that nobody uses take a part of a core.
+
+    What is there before the file's first test (modules, the tests themselves) is no garbage: collections need not look at it again.
+    """
+    gc.collect()
+    gc.freeze()
     yield
     close_pools()
 

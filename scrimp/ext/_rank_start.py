@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -55,3 +56,4 @@ def take_over(environment: dict[str, str], outputs: dict[int, Connection]) -> No
     for number, output in outputs.items():
         os.dup2(output.fileno(), number)
         output.close()
+    gc.freeze()  # what the server imported is no garbage: collections need not look at it, nor write to pages that all ranks share
