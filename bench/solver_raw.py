@@ -116,7 +116,7 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     if args.what == "run":
         row = run(args.nodes, args.seed, args.seconds, args.cpu)
-        path = RESULTS / f"raw-{args.nodes}-{args.seed}-{row['clock']}.json"
+        path = RESULTS / f"raw-{args.nodes}-{args.seed}-{row['clock']}-{args.seconds:.0f}s.json"
         path.write_text(json.dumps(row, indent=None) + "\n")
         print({name: value for name, value in row.items() if name not in ("trace", "machine")})
     else:

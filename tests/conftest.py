@@ -70,7 +70,7 @@ def ranks4() -> RankPool:
 def _end_pools() -> Iterator[None]:
     """With their file: ranks are quickly forked again, and gloo's threads of a pool that nobody uses take a part of a core.
 
-    What is there before the file's first test (modules, the tests themselves) is no garbage: collections need not look at it again.
+    What is there before the file's first test (modules, the tests themselves) is no garbage: collections need not look at it.
     """
     gc.collect()
     gc.freeze()

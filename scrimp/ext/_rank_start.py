@@ -56,4 +56,4 @@ def take_over(environment: dict[str, str], outputs: dict[int, Connection]) -> No
     for number, output in outputs.items():
         os.dup2(output.fileno(), number)
         output.close()
-    gc.freeze()  # what the server imported is no garbage: collections need not look at it, nor write to pages that all ranks share
+    gc.freeze()  # what the server imported is no garbage: collections need not look at it, nor write to pages that ranks share

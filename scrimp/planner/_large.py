@@ -27,6 +27,7 @@ from scrimp.planner._masks import Masks
 from scrimp.planner._model import HELD, PEAK, SECONDS
 from scrimp.planner._points import Numbers
 from scrimp.planner._problem import Problem
+from scrimp.planner._rebuild import rebuilt, too_much
 
 NAME = "search on trees"
 LARGE = 10_000  # nodes from which on a problem is for this
@@ -41,6 +42,8 @@ _INSIDE = 0.998  # of the limit: what the search for a choice within it aims at
 _LOWER = 0.99  # of the peak: what the search for a lower one aims at
 _BARRIER, _COOLER, _COOLEST = 0.03, 0.9, 1e-4  # the weight of the barrier over the seconds, at first and at last
 _SHORT, _LONG, _STUCK = 6, 20, 60  # sweeps
+_FEWER, _VAIN = 0.2, 2  # a part less over the limit is progress; sweeps without it, before parts are chosen anew
+_REBUILDS, _REBUILDING = 8, 0.3  # so often, and seconds for one
 _PATIENCE = 40  # sweeps without a lower peak
 _BETTER = 1e-5  # what counts as better, relatively
 _CYCLES = 5  # how often in vain the limits are left out
@@ -101,7 +104,7 @@ class Large:
             lean[holds.owners] = np.add.reduceat(holds.table * (holds.stop - holds.first)[:, None], holds.begins, axis=0)
         order = np.lexsort((a.unary, np.where(np.isfinite(a.unary), lean, np.inf)), axis=1)
         now = time.monotonic()
-        choice, allowed = self.masks.dive(order.tolist(), now + _DIVE * (deadline - now))
+        choice, allowed = self.masks.copy().dive(order.tolist(), now + _DIVE * (deadline - now))
         if choice is None:
             self.impossible = True
             return None
@@ -202,7 +205,7 @@ class _Asked:
     def reach(self, part: float = _HARD, harder: float = _HARDER) -> bool:
         """From a choice over a limit to one within, at prices that begin with this part of the seconds and grow."""
         descent, held_price, begin, swept = self.descent, self.held_price, part, 0
-        target = self.limit * _INSIDE
+        target, least, idle = self.limit * _INSIDE, math.inf, 0
         while time.monotonic() < self.deadline and (self.best is None or swept < _STUCK):
             swept += 1
             if swept % _STUCK == 0:  # it is stuck: away from here, and again
@@ -216,7 +219,35 @@ class _Asked:
             if self.take():
                 return True
             part *= harder
+            idle = 0 if self.over() < (1 - _FEWER) * least else idle + 1
+            least = min(self.over(), least)
+            if idle >= _VAIN and self.rebuild(Penalty(target, weight=weight, steep=_STEEP, held_price=held_price)):
+                idle = 0
+                if self.take():
+                    return True
         return False
+
+    def rebuild(self, penalty: Penalty) -> bool:
+        """Parts of the choice anew, where trees leave it over the limit. Whether less is over it now."""
+        descent, better = self.descent, False
+        for _ in range(_REBUILDS):
+            if time.monotonic() > self.deadline:
+                break
+            over = too_much(descent.profile, penalty.target)
+            costs = descent.price(penalty.prices(descent.profile), penalty.held_price)
+            found = rebuilt(
+                self.session.arrays, self.session.masks, descent.choice, costs, over, descent.rng,
+                min(self.deadline, time.monotonic() + _REBUILDING),
+            )  # fmt: skip
+            if found is None:
+                continue
+            before = descent.choice
+            descent.restart(found)
+            if too_much(descent.profile, penalty.target).sum() < over.sum():
+                better = True
+            else:
+                descent.restart(before)
+        return better
 
     def lower(self) -> None:
         """The peak."""

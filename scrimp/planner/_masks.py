@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -55,6 +55,22 @@ class Masks:
             self.arcs[one].append((two, both[0]))
             self.arcs[two].append((one, both[1]))
 
+    def copy(self) -> Masks:
+        """With the same edges, for a dive, which leaves one option of every node."""
+        copied = Masks.__new__(Masks)
+        copied.arcs, copied.domains = self.arcs, self.domains.copy()
+        return copied
+
+    def around(self, choice: Sequence[int], free: Sequence[int]) -> Masks:
+        """With the same edges: these nodes may take what they may here, all others stay as in `choice`, which is allowed."""
+        inner = self.copy()
+        inner.domains = [1 << p for p in choice]
+        for i in free:
+            inner.domains[i] = self.domains[i]
+        inside = set(free)
+        inner.propagate({j for i in free for j, _ in self.arcs[i] if j not in inside})
+        return inner
+
     def propagate(self, changed: Iterable[int], trail: list[tuple[int, int]] | None = None) -> int | None:
         """Of changed nodes. The node of which nothing is left, or None. `trail`: takes (node, domain before)."""
         domains, arcs, todo = self.domains, self.arcs, list(changed)
@@ -79,10 +95,16 @@ class Masks:
             return np.array([[each >> p & 1 for p in range(width)] for each in self.domains], bool)
         return (np.array(self.domains, np.uint64)[:, None] >> np.arange(width, dtype=np.uint64) & np.uint64(1)).astype(bool)
 
-    def dive(self, preferred: Sequence[Sequence[int]], deadline: float) -> tuple[list[int] | None, bool]:
-        """`preferred`: each node's options, the best first. A choice, and whether it has no forbidden pair: if none was found in
-        time, what is left open is filled in somehow. None if it is proven that there is none."""
-        domains, rng, order = self.domains, random.Random(0), self._walk()
+    def dive(
+        self,
+        preferred: Mapping[int, Sequence[int]] | Sequence[Sequence[int]],
+        deadline: float,
+        order: Sequence[int] | None = None,
+    ) -> tuple[list[int] | None, bool]:
+        """`preferred`: each node's options, the best first; `order`: the nodes that are not decided yet. A choice, and whether it
+        has no forbidden pair: if none was found in time, what is left open is filled in somehow. None if it is proven that there
+        is none."""
+        domains, rng, order = self.domains, random.Random(0), self._walk() if order is None else order
         decisions: list[tuple[int, int, int, int]] = []  # place in the order, node, option, length of the trail before
         trail: list[tuple[int, int]] = []
         place, furthest, fails, near, jump = 0, 0, 0, 0, 1
@@ -121,8 +143,12 @@ class Masks:
                 wiped = self.propagate((j,), trail) if domains[j] else j
         return [each.bit_length() - 1 for each in domains], True
 
-    def _filled(self, preferred: Sequence[Sequence[int]]) -> list[int]:
-        return [next((p for p in preferred[i] if each >> p & 1), preferred[i][0]) for i, each in enumerate(self.domains)]
+    def _filled(self, preferred: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> list[int]:
+        decided = [each.bit_length() - 1 for each in self.domains]
+        for i, each in enumerate(self.domains):
+            if each & (each - 1) or not each:
+                decided[i] = next((p for p in preferred[i] if each >> p & 1), preferred[i][0])
+        return decided
 
     def _walk(self) -> list[int]:
         """Breadth first: what is near in the graph is near in the order."""
