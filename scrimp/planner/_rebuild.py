@@ -61,7 +61,8 @@ def _spared(arrays: Arrays, choice: Numbers, over: Numbers) -> Numbers:
 
 def _around(masks: Masks, seeds: Sequence[int], size: int) -> list[int]:
     """Breadth first, from these nodes: so many that are not decided by themselves."""
-    seen, found, front = set(seeds), [], list(seeds)
+    seen, front = set(seeds), list(seeds)
+    found: list[int] = []
     while front and len(found) < size:
         behind = []
         for i in front:
