@@ -12,8 +12,11 @@ BENCH_READY := $(VENV)/.bench-ready
 # (scrimp/ext/ranks.py), or 8 of them fight over the cores.
 export OMP_NUM_THREADS ?= 1
 
-# So many files of tests run at a time, each with ranks of its own.
-JOBS ?= 2
+# Tests start hundreds of processes that import the same modules: their bytecode is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE =
+
+# So many files of tests run at a time, each with ranks of its own: one more than there are cores, because some only wait.
+JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 16 ? cores + 1 : 16)))
 
 .PHONY: help demo test test-full test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-convergence contenders performance clean
 

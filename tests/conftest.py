@@ -23,6 +23,13 @@ SAMPLED = {
     "test_engine_kinds", "test_engine_meter", "test_engine_ranks", "test_move_run", "test_native_build", "test_peers",
     "test_planner_baselines", "test_sparse_engine", "test_spill", "test_spill_traffic", "test_through", "test_weights",
 }  # fmt: skip
+# Whose tests take about a second a case: of those with many cases, every second is.
+HALVED = {
+    "test_accumulate", "test_capture", "test_capture_hf", "test_capture_depth", "test_cross_entropy", "test_dtensor",
+    "test_engine_disk", "test_engine_hooks", "test_hf", "test_int8", "test_move_cost", "test_native", "test_native_select",
+    "test_plan", "test_plan_coverage", "test_plan_families", "test_plan_stages", "test_planner_answers",
+    "test_planner_closed_forms", "test_rules_models", "test_rules_shapes", "test_traffic", "test_zoo",
+}  # fmt: skip
 MANY = 4
 # The files that take longest, longest first: begun last, one of them would keep one core busy while the other has nothing to do.
 FIRST = (
@@ -50,8 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases, seen = Counter(tests), Counter[tuple[str, str]]()
     for item, test in zip(items, tests, strict=True):
         seen[test] += 1
-        left_out = test[0] in SAMPLED and cases[test] >= MANY and seen[test] % 3 != 1
-        if "full" in item.keywords or left_out:
+        third = test[0] in SAMPLED and seen[test] % 3 != 1
+        half = test[0] in HALVED and seen[test] % 4 in (2, 3)  # 1, 4, 5, 8: of two settings that alternate both are there
+        if "full" in item.keywords or (cases[test] >= MANY and (third or half)):
             item.add_marker(pytest.mark.skip(reason="in `make test-full` only"))
 
 

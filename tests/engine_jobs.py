@@ -108,8 +108,8 @@ def alongside(
             model.zero_grad()
             with parallel.no_sync():
                 parallel(*part).backward()
-            for key, parameter in parameters.items():
-                sizes[key] += _sum(parameter.grad.abs()) / (world * accumulate)
+            for key, total in _sums({key: parameter.grad.abs() for key, parameter in parameters.items()}).items():
+                sizes[key] += total / (world * accumulate)
         model.load_state_dict(state)  # buffers too
         model.zero_grad()
         for k, part in enumerate(parts):
@@ -139,10 +139,12 @@ def alongside(
     return state, engine.ledger.peak_nbytes, engine.store.host_nbytes(), engine.budget.device_nbytes, worst
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    total = tensor.double()
+def _sums(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Over all ranks, in one collective."""
+    total = torch.cat([tensor.double().flatten() for tensor in tensors.values()])
     dist.all_reduce(total)
-    return total
+    parts = total.split([tensor.numel() for tensor in tensors.values()])
+    return {key: part.view(tensor.shape) for (key, tensor), part in zip(tensors.items(), parts, strict=True)}
 
 
 def save_after(name: str, steps: int, settings: dict, folder: str, state: str = "fp32") -> None:

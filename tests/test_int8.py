@@ -268,7 +268,7 @@ def test_a_broken_codec_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         # Weights may grow until gradients overflow. Whether they do within 60 steps depends on roundings.
         warnings.filterwarnings("ignore", message="step .*: gradient of .* is not finite; the update is skipped")
         gap = learned("int8", 60) - want
-    assert not gap < 100 * CLOSE, gap  # or no number at all
+    assert not gap < CLOSE, gap  # what the test above allows; or it is no number at all
 
 
 @pytest.mark.full
