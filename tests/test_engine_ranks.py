@@ -12,7 +12,7 @@ from scrimp.ext.ranks import RankFailure, RankPool, pool
 from tests import engine_jobs as jobs
 from tests.bounds import U
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -49,6 +49,16 @@ def settled(monkeypatch: pytest.MonkeyPatch, **env: str) -> str:
     return found.describe() if isinstance(found, Native) else found
 
 
+@pytest.fixture
+def copying(tmp_path: Path) -> str:
+    """A compiler that takes no time: its library is the one that the machine's own compiler made of the same source."""
+    script = tmp_path / "copying-cc"
+    copy = f'while [ "$1" != -o ]; do shift; done; cp "{kernel().library._name}" "$2"'
+    script.write_text(f'#!/bin/sh\ncase "$*" in *--version) exec cc --version;; esac\n{copy}\n')
+    script.chmod(0o755)
+    return str(script)
+
+
 def kept(cache: Path) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.is_file())
 
@@ -80,7 +90,8 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     assert settled(monkeypatch) == f"its bits are not those of torch {torch.__version__}"
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(tmp_path: Path, copying: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", copying)
     blocked = tmp_path / "file"
     blocked.write_text("")
     here = kernel().describe()
@@ -88,8 +99,10 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert settled(monkeypatch, XDG_CACHE_HOME="", HOME=str(blocked)) == here
 
 
-def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache(tmp_path: Path, copying: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that build at once leave one file; it is used again, and replaced if it is bad."""
+    tmp_path = tmp_path / "cache"
+    monkeypatch.setenv("CC", copying)
     racing = [start(SAY, tmp_path) for _ in range(2)]
     assert {said(process) for process in racing} == {kernel().describe()}
     (library,) = kept(tmp_path)

@@ -25,11 +25,11 @@ assert PRECISION is not None
 
 
 @lru_cache
-def layers(name: str = "gpt-tiny") -> Layers:
+def layers() -> Layers:
     assert PRECISION is not None
     with torch.device("meta"):
-        model = zoo.build(name, **SHAPE)
-    return Layers(captured(model, zoo.example_batch(name, 8, **SHAPE), PRECISION))
+        model = zoo.build("gpt-tiny", **SHAPE)
+    return Layers(captured(model, zoo.example_batch("gpt-tiny", 8, **SHAPE), PRECISION))
 
 
 def ask(objective: str = "memory", seconds: float = 60.0, limit: int | None = None) -> Ask:
@@ -75,10 +75,10 @@ def test_without_time_no_plan_is_above_a_known_parallelism() -> None:
 
 @pytest.mark.parametrize("objective", ["memory", "time", "redundancy"])
 def test_an_interrupted_search_is_no_worse_than_what_it_began_with(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = best_known_on(layers("llama-tiny"), CLUSTER, MESH, ask(objective))
+    known = best_known_on(layers(), CLUSTER, MESH, ask(objective))
     assert known is not None
     monkeypatch.setattr(_near, "_least", lambda known, ask: None)  # so that it searches all the same, for no time
-    found = best_on(layers("llama-tiny"), CLUSTER, MESH, ask(objective, seconds=0))
+    found = best_on(layers(), CLUSTER, MESH, ask(objective, seconds=0))
     assert found.searched
     assert _near.order(found.solution, objective) <= _near.order(known.solution, objective)
 

@@ -43,7 +43,7 @@ def full_parameters(engine: Engine, patterns: tuple[str, ...]) -> Iterator[nn.Mo
     host.charge("temporaries", nbytes)
     try:
         full = {
-            key: nn.Parameter(full_values(engine, layer, slot), requires_grad=slot.trainable)
+            key: nn.Parameter(full_values(engine, [(layer, slot)])[0], requires_grad=slot.trainable)
             for key, (layer, slot) in chosen.items()
         }
         with engine.stand_ins.full(full):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from scrimp.errors import CheckpointError, RunError
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
 
+BUCKET = 1 << 20  # elements that ranks send each other in one collective when they read small parameters
+
 
 def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, _, _, buffer in persistent_buffers(model)}
@@ -26,8 +29,12 @@ def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def iter_state(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     engine.check_usable(reading=True)
-    for name, parameter in engine.weights.items():
-        yield name, full_values(engine, *engine.places[id(parameter)])
+    named = [(name, *engine.places[id(parameter)]) for name, parameter in engine.weights.items()]
+    while named:
+        count = _together([slot.numel for _, _, slot in named])
+        names, layers, slots = zip(*named[:count], strict=True)
+        yield from zip(names, full_values(engine, list(zip(layers, slots, strict=True))), strict=True)
+        named = named[count:]
     for name, buffer in persistent(engine.model).items():
         here = buffer.detach().cpu().clone()
         # Rank 0's, as DDP has it: running statistics differ between a forward and the next. Flags cannot be summed.
@@ -35,13 +42,30 @@ def iter_state(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, engine.wire.from_first(bits).view(here.dtype)
 
 
-def full_values(engine: Engine, layer: int, slot: Slot) -> torch.Tensor:
-    """A parameter in fp32 on the CPU, from the shards of all ranks."""
-    full = torch.zeros(slot.numel, dtype=torch.float32)
-    with engine.store.opened(layer) as data:
-        for piece in data.pieces(slot):
-            full[piece.inside] = (piece.master if slot.trainable else piece.weight).float().cpu()
-    return engine.store.wire.sum(full).view(slot.shape)
+def _together(sizes: list[int]) -> int:
+    """How many of the first parameters are read by one collective: as many as fit into a bucket, and at least one."""
+    total = 0
+    for count, size in enumerate(sizes):
+        total += size
+        if count and total > BUCKET:
+            return count
+    return len(sizes)
+
+
+def full_values(engine: Engine, places: list[tuple[int, Slot]]) -> list[torch.Tensor]:
+    """Parameters in fp32 on the CPU, from the shards of all ranks."""
+    full = torch.zeros(sum(slot.numel for _, slot in places), dtype=torch.float32)
+    parts = torch.split(full, [slot.numel for _, slot in places])
+    for layer, rows in groupby(zip(places, parts, strict=True), key=lambda row: row[0][0]):
+        with engine.store.opened(layer) as data:
+            for (_, slot), part in rows:
+                for piece in data.pieces(slot):
+                    part[piece.inside] = (piece.master if slot.trainable else piece.weight).float().cpu()
+    full = engine.store.wire.sum(full)
+    if len(places) == 1:
+        return [full.view(places[0][1].shape)]
+    parts = torch.split(full, [slot.numel for _, slot in places])
+    return [part.view(slot.shape).clone() for part, (_, slot) in zip(parts, places, strict=True)]  # who keeps one keeps no bucket
 
 
 def save_state(engine: Engine, folder: str | Path) -> None:
