@@ -72,18 +72,18 @@ bench-move: $(BENCH_READY)
 bench-gpu: $(READY)
 	$(BIN)/python -m bench.gpu
 	$(BIN)/python -m bench.selection
-	$(BIN)/python -m bench.selection_step
+	$(BIN)/python -m bench.selection.step
 
 bench-network: $(READY)
 	$(BIN)/python -m bench.network
 
 bench-plan: $(READY)
 	$(BIN)/python -m bench.plan
-	$(BIN)/python -m bench.plan_speed
+	$(BIN)/python -m bench.plan.speed
 
 bench-memory: $(READY)
 	$(BIN)/python -m bench.memory
-	$(BIN)/python -m bench.memory_page
+	$(BIN)/python -m bench.memory.page
 
 bench-solver: $(READY)
 	$(BIN)/python -m bench.solver
@@ -92,10 +92,10 @@ bench-convergence: $(READY)
 	$(BIN)/python -m bench.convergence
 
 contenders: $(READY)
-	$(BIN)/python -m bench.contenders_folder
+	$(BIN)/python -m bench.gpu.contenders_folder
 
 performance: $(READY)
-	$(BIN)/python -m bench.performance
+	$(BIN)/python -m bench.gpu.page
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -16,7 +16,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from bench.contenders_folder import FOLDER
+from bench.gpu.contenders_folder import FOLDER
 
 UNKNOWN = "unknown"
 
@@ -69,7 +69,7 @@ def _memory() -> str:
 
 def _available() -> str:
     """What the host has left at the start."""
-    from scrimp.engine._memory import available_host_nbytes  # here, because it brings torch
+    from scrimp.engine import available_host_nbytes  # here, because it brings torch
 
     return f"{available_host_nbytes() / 2**30:.1f} GiB"
 

@@ -5,19 +5,20 @@ Names are resolved when first used, so that `import scrimp` loads neither torch 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
-    from scrimp.chunks._optim import SGD as SGD
-    from scrimp.chunks._optim import AdamW as AdamW
+    from scrimp.chunks import SGD as SGD
+    from scrimp.chunks import AdamW as AdamW
     from scrimp.cluster import Cluster as Cluster
     from scrimp.cluster import Link as Link
     from scrimp.engine import Engine as Engine
     from scrimp.engine import Memory as Memory
-    from scrimp.engine._cross_entropy import chunked_cross_entropy as chunked_cross_entropy
-    from scrimp.engine._metrics import read_metrics as read_metrics
-    from scrimp.engine._progress import Progress as Progress
+    from scrimp.engine import Progress as Progress
+    from scrimp.engine import chunked_cross_entropy as chunked_cross_entropy
+    from scrimp.engine import read_metrics as read_metrics
     from scrimp.errors import CaptureError as CaptureError
     from scrimp.errors import CheckpointError as CheckpointError
     from scrimp.errors import FitError as FitError
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
     from scrimp.layout import Layout as Layout
     from scrimp.layout import Mesh as Mesh
     from scrimp.move import Program as Program
+    from scrimp.move import redistribute_many as redistribute_many
     from scrimp.move import synthesize as synthesize
-    from scrimp.move.many import redistribute_many as redistribute_many
-    from scrimp.planner._plan import Plan as Plan
-    from scrimp.planner.api import plan as plan
+    from scrimp.planner import Plan as Plan
+    from scrimp.planner import plan as plan
 
 __version__ = "0.1.0.dev0"
 
 _HOME = {
-    "AdamW": "scrimp.chunks._optim",
+    "AdamW": "scrimp.chunks",
     "CaptureError": "scrimp.errors",
     "CheckpointError": "scrimp.errors",
     "Cluster": "scrimp.cluster",
@@ -54,32 +55,27 @@ _HOME = {
     "Memory": "scrimp.engine",
     "Mesh": "scrimp.layout",
     "MoveError": "scrimp.errors",
-    "Plan": "scrimp.planner._plan",
+    "Plan": "scrimp.planner",
     "PlanError": "scrimp.errors",
     "PlanWarning": "scrimp.errors",
     "Program": "scrimp.move",
-    "Progress": "scrimp.engine._progress",
+    "Progress": "scrimp.engine",
     "RunError": "scrimp.errors",
-    "SGD": "scrimp.chunks._optim",
+    "SGD": "scrimp.chunks",
     "ScrimpError": "scrimp.errors",
     "Sparse": "scrimp.exchange",
-    "chunked_cross_entropy": "scrimp.engine._cross_entropy",
-    "read_metrics": "scrimp.engine._metrics",
+    "chunked_cross_entropy": "scrimp.engine",
+    "read_metrics": "scrimp.engine",
     "redistribute": "scrimp.ext.dtensor",
-    "plan": "scrimp.planner.api",
-    "redistribute_many": "scrimp.move.many",
+    "plan": "scrimp.planner",
+    "redistribute_many": "scrimp.move",
     "synthesize": "scrimp.move",
 }
 
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'scrimp' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,23 +20,30 @@ settings.load_profile("fixed")
 
 # Whose tests take seconds a case: of those with many cases, every third is in the sample.
 SAMPLED = {
-    "test_bench_memory", "test_checkpoint", "test_ddp", "test_disk_update", "test_engine", "test_engine_classes",
-    "test_engine_kinds", "test_engine_meter", "test_engine_ranks", "test_move_run", "test_native_build", "test_peers",
-    "test_planner_baselines", "test_sparse_engine", "test_spill", "test_spill_traffic", "test_through", "test_weights",
+    "bench/test_memory", "checkpoint/test_checkpoint", "ext/test_ddp", "engine/update/test_disk_update", "engine/test_engine",
+    "engine/schedule/test_planning", "engine/test_engine_kinds", "chunks/meter/test_cpu", "engine/test_engine_ranks",
+    "move/run/test_run", "chunks/kernels/test_build", "ext/test_dtensor_plans", "planner/baselines/test_strategies",
+    "engine/gradients/test_sparse", "chunks/spill/test_file", "chunks/spill/test_queue", "engine/update/test_streamed_update",
+    "engine/setup/test_weight_sources",
 }  # fmt: skip
 # Whose tests take about a second a case: of those with many cases, every second is.
 HALVED = {
-    "test_accumulate", "test_capture", "test_capture_hf", "test_capture_depth", "test_cross_entropy", "test_dtensor",
-    "test_engine_disk", "test_engine_hooks", "test_hf", "test_int8", "test_move_cost", "test_native", "test_native_select",
-    "test_plan", "test_plan_coverage", "test_plan_families", "test_plan_stages", "test_planner_answers",
-    "test_planner_closed_forms", "test_planner_large", "test_rules_models", "test_rules_shapes", "test_traffic", "test_zoo",
+    "engine/entry/test_accumulation", "capture/test_capture", "capture/trace/test_hf_patches", "capture/trace/test_depth",
+    "engine/test_chunked_loss", "ext/test_dtensor", "chunks/store/test_disk_tier", "engine/step/test_parameter_hooks",
+    "engine/test_hf", "engine/test_int8", "move/plan/test_cost", "chunks/kernels/test_host_update",
+    "exchange/test_native_select", "planner/test_plan", "planner/test_coverage", "planner/test_families",
+    "planner/pipeline/test_planner", "planner/answers/test_answers", "planner/baselines/test_closed_forms",
+    "planner/large/test_large", "rules/ops/test_models", "rules/ops/test_shapes", "chunks/schedule/test_eviction",
+    "zoo/test_zoo",
 }  # fmt: skip
 MANY = 4
 # The files that take longest, longest first: begun last, one of them would keep one core busy while the other has nothing to do.
 FIRST = (
-    "test_sparse_engine", "test_engine_ranks", "test_move_run", "test_plan", "test_bench_memory", "test_plan_stages", "test_ddp",
-    "test_int8", "test_native_build", "test_checkpoint", "test_engine", "test_demo", "test_planner_near", "test_planner_solve",
-    "test_planner_answers", "test_bench_gpu", "test_rules_dtensor", "test_hf", "test_cli", "test_move", "test_capture_hf",
+    "engine/gradients/test_sparse", "engine/test_engine_ranks", "move/run/test_run", "planner/test_plan", "bench/test_memory",
+    "planner/pipeline/test_planner", "ext/test_ddp", "engine/test_int8", "chunks/kernels/test_build",
+    "checkpoint/test_checkpoint", "engine/test_engine", "cli/demo/test_demo", "planner/mesh/test_search",
+    "planner/solver/test_solve", "planner/answers/test_answers", "bench/test_gpu", "rules/test_dtensor", "engine/test_hf",
+    "cli/test_cli", "move/plan/test_synthesize", "capture/trace/test_hf_patches",
 )  # fmt: skip
 
 
@@ -48,12 +56,17 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("full")
 
 
+def _file(item: pytest.Item) -> str:
+    """A test's file, from the folder of the tests on."""
+    return item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {name: at for at, name in enumerate(FIRST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
+    items.sort(key=lambda item: place.get(_file(item), len(FIRST)))
     if config.getoption("--full"):
         return
-    tests = [(item.path.stem, getattr(item, "originalname", item.name)) for item in items]
+    tests = [(_file(item), getattr(item, "originalname", item.name)) for item in items]
     cases, seen = Counter(tests), Counter[tuple[str, str]]()
     for item, test in zip(items, tests, strict=True):
         seen[test] += 1

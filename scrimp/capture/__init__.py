@@ -1,24 +1,66 @@
-"""A model and an example batch -> what training it computes, in layers."""
+"""Capture: a model and an example batch become the graph of its training step, layer by layer, without torch.
+
+In:   an `nn.Module` (its parameters may be on meta) and a batch.
+Out:  a `Graph`: operators and tensors of forward and backward, with identical layers stored once.
+
+    nn.Module ──trace──> Dynamo graph ──split──> layers ──joint──> forward + backward ──> Graph
+
+Read in this order:
+
+    _capture.py     `capture`: the whole of it in one screen
+    graph/          `Graph` as frozen dataclasses, and its JSON
+    trace/          fake tensors, patches for Hugging Face models, source locations, diagnosis of failures, few layers of many
+    split/          where one layer ends and the next begins; segments that are alike
+    joint/          a segment with its backward: folding, pairs of forward and backward operators, FLOPs
+    torch_private/  the private names of Dynamo and of AOTAutograd, in one place each
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from scrimp.capture._graph import Graph, Layer, LayerGraph, Named, Op, Parameter, Ref, Source, Value
-from scrimp.capture._json import from_json, to_json
+from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
     from scrimp.capture._capture import capture
+    from scrimp.capture.graph.graph import (
+        BORDER,
+        MADE,
+        PARAMETER,
+        Graph,
+        Layer,
+        LayerGraph,
+        Named,
+        Op,
+        Parameter,
+        Ref,
+        Source,
+        Value,
+    )
+    from scrimp.capture.graph.json import from_json, to_json
 
 __all__ = [
-    "Graph", "Layer", "LayerGraph", "Named", "Op", "Parameter", "Ref", "Source", "Value", "capture", "from_json", "to_json",
+    "BORDER", "MADE", "PARAMETER", "Graph", "Layer", "LayerGraph", "Named", "Op", "Parameter", "Ref", "Source", "Value",
+    "capture", "from_json", "to_json",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """Reading a graph needs no torch; making one does."""
-    if name == "capture":
-        from scrimp.capture._capture import capture
-
-        return capture
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(
+    __name__,
+    {
+        "capture": "scrimp.capture._capture",
+        "BORDER": "scrimp.capture.graph.graph",
+        "MADE": "scrimp.capture.graph.graph",
+        "PARAMETER": "scrimp.capture.graph.graph",
+        "Graph": "scrimp.capture.graph.graph",
+        "Layer": "scrimp.capture.graph.graph",
+        "LayerGraph": "scrimp.capture.graph.graph",
+        "Named": "scrimp.capture.graph.graph",
+        "Op": "scrimp.capture.graph.graph",
+        "Parameter": "scrimp.capture.graph.graph",
+        "Ref": "scrimp.capture.graph.graph",
+        "Source": "scrimp.capture.graph.graph",
+        "Value": "scrimp.capture.graph.graph",
+        "from_json": "scrimp.capture.graph.json",
+        "to_json": "scrimp.capture.graph.json",
+    },
+)

@@ -1,14 +1,14 @@
 """`capture`: an `nn.Module` and an example batch -> `Graph`, on the CPU, without a byte of the model's parameters.
 
-    fakes     stand in for the model's tensors and the batch's          _stand_ins.py
-    trace     the forward as one graph of torch calls                   _dynamo_private.py
-    clean     without calls that compute nothing                        _clean.py
-    split     into layers; alike ones share what follows                _split.py
-    piece     a layer's calls as a module                               _piece.py
-    joint     its forward and backward as ATen calls                    _joint_private.py
-    graph     as data                                                   _layer_graph.py
+    fakes     stand in for the model's tensors and the batch's          trace/fakes.py
+    trace     the forward as one graph of torch calls                   torch_private/dynamo.py
+    clean     without calls that compute nothing                        trace/clean.py
+    split     into layers; alike ones share what follows                split/split.py
+    piece     a layer's calls as a module                               joint/segment_module.py
+    joint     its forward and backward as ATen calls                    torch_private/joint.py
+    graph     as data                                                   joint/layer_graph.py
 
-All but `trace` works on one layer of each class, and of a run of alike layers few are traced (_depth.py).
+All but `trace` works on one layer of each class, and of a run of alike layers few are traced (trace/depth.py).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from scrimp.capture._clean import WAY_OUT, clean, tensor_of
-from scrimp.capture._decided import decided
-from scrimp.capture._depth import Run, lengthened, runs_of, shortened
-from scrimp.capture._dynamo_private import Refused, line_of, storage_of, trace
-from scrimp.capture._failure import failure
-from scrimp.capture._graph import BORDER, BUFFER, PARAMETER, Graph, Layer, LayerGraph, Parameter, Source, Value
-from scrimp.capture._joint_private import FakeTensorMode, trace_joint
-from scrimp.capture._layer_graph import Input, layer_graph
-from scrimp.capture._piece import Piece, piece
-from scrimp.capture._places import Places, named
-from scrimp.capture._split import Splitter
-from scrimp.capture._stand_ins import batch_names, dtype_name, fake, parameters_of, stand_ins
-from scrimp.capture._stretch import Stretch, key, stretch
-from scrimp.capture._transformers import as_in_training
+from scrimp.capture.graph.graph import BORDER, BUFFER, PARAMETER, Graph, Layer, LayerGraph, Parameter, Source, Value
+from scrimp.capture.joint.layer_graph import Input, layer_graph
+from scrimp.capture.joint.segment_module import Piece, piece
+from scrimp.capture.split.segment import Stretch, key, stretch
+from scrimp.capture.split.split import Splitter
+from scrimp.capture.torch_private.dynamo import Refused, line_of, storage_of, trace
+from scrimp.capture.torch_private.joint import FakeTensorMode, trace_joint
+from scrimp.capture.trace.clean import WAY_OUT, clean, tensor_of
+from scrimp.capture.trace.decided import decided
+from scrimp.capture.trace.depth import Run, lengthened, runs_of, shortened
+from scrimp.capture.trace.diagnose import failure
+from scrimp.capture.trace.fakes import batch_names, dtype_name, fake, parameters_of, stand_ins
+from scrimp.capture.trace.hf_patches import as_in_training
+from scrimp.capture.trace.source_location import Places, named
 from scrimp.errors import CaptureError
 
 

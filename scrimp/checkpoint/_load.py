@@ -14,10 +14,7 @@ from safetensors import safe_open
 
 from scrimp.checkpoint._manifest import Entry, Manifest, checksum
 from scrimp.checkpoint._save import ASIDE
-from scrimp.chunks._codec import CODECS, Coder, coder_numel, fields
-from scrimp.chunks._home import Piece
-from scrimp.chunks._optim import Optimizer
-from scrimp.chunks._store import Store
+from scrimp.chunks import CODECS, Coder, Optimizer, Piece, Store, coder_numel, state_fields
 from scrimp.errors import CheckpointError
 
 TILE = 1 << 18
@@ -73,7 +70,7 @@ def _fill(files: list[Any], entry: Entry, piece: Piece, saved: str, optimizer: O
         if entry.trainable:
             if not entry.own_master:
                 piece.master[into].copy_(file.get_slice(f"master.{entry.layer}")[out])
-            states = [file.get_slice(f"state-{k}.{entry.layer}") for k in range(len(fields(optimizer.states, saved)))]
+            states = [file.get_slice(f"state-{k}.{entry.layer}") for k in range(len(state_fields(optimizer.states, saved)))]
             if saved != optimizer.state:
                 _recode(states, out, piece, into, entry.count, encode=saved == "fp32")
                 continue
@@ -82,7 +79,7 @@ def _fill(files: list[Any], entry: Entry, piece: Piece, saved: str, optimizer: O
 
 
 def _recode(sources: list[Any], out: slice, piece: Piece, into: slice, count: int, *, encode: bool) -> None:
-    coded = fields(2, "int8")
+    coded = state_fields(2, "int8")
     coder = Coder(torch.empty(coder_numel(min(TILE, out.stop - out.start)), device="cpu"))
     for start in range(0, out.stop - out.start, TILE):
         numel = min(TILE, out.stop - out.start - start)
@@ -90,15 +87,15 @@ def _recode(sources: list[Any], out: slice, piece: Piece, into: slice, count: in
         tile = slice(0, numel)
         if encode:
             states = [torch.empty(field.numel(numel), dtype=field.dtype, device="cpu") for field in coded]
-            for moment, saved in zip(coder.moments(tile), sources, strict=True):
-                moment.copy_(saved[source])
+            for schedule_step, saved in zip(coder.moments(tile), sources, strict=True):
+                schedule_step.copy_(saved[source])
             coder.encode(states, tile, place=piece.inside.start + target.start, count=count)
             for state, field, made in zip(piece.states, coded, states, strict=True):
                 state[field.span(target)].copy_(made)
         else:
             found = [saved[field.span(source)] for saved, field in zip(sources, coded, strict=True)]
-            for state, moment in zip(piece.states, coder.decode(found, tile), strict=True):
-                state[target].copy_(moment)
+            for state, schedule_step in zip(piece.states, coder.decode(found, tile), strict=True):
+                state[target].copy_(schedule_step)
 
 
 def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> None:

@@ -19,9 +19,7 @@ import torch
 
 from scrimp.checkpoint._manifest import NAME, Entry, Extent, Manifest
 from scrimp.checkpoint._write import Named, write
-from scrimp.chunks._home import Opened
-from scrimp.chunks._store import Store
-from scrimp.chunks._wire import Wire
+from scrimp.chunks import Opened, Store, Wire
 from scrimp.errors import CheckpointError, ScrimpError
 
 ASIDE, UNFINISHED = ".previous", ".unfinished"

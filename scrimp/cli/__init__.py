@@ -1,11 +1,39 @@
-"""The `scrimp` command."""
+"""The `scrimp` command.
 
+In:   arguments.
+Out:  tables on the terminal, files, an exit code: 0 done, 1 failed, 2 wrong usage.
 
-def main() -> None:
-    """Run the command line. Imports wait until here, so that importing the package costs nothing."""
-    from scrimp.cli._end import ending
+    _main.py        the entry point
+    _app.py         the commands, their options and help
+    _end.py         how a command ends: one message, an exit code, no traceback
+    _plan.py, _plan_check.py, _move.py, _clusters.py, _probe.py, _doctor.py, _diff.py    one file per command
+    _models.py, _set.py, _files.py, _importable.py    what MODEL, --set and files stand for
+    demo/           `scrimp demo`
+    rules/          `scrimp rules`
+    render/         tables, curves and pictures of layouts
+"""
 
-    with ending():
-        from scrimp.cli._app import app
+from __future__ import annotations
 
-        app()
+from typing import TYPE_CHECKING
+
+from scrimp._lazy import lazily
+
+if TYPE_CHECKING:
+    from scrimp.cli._main import main
+    from scrimp.cli.demo.moves import MESH_A, MESH_B, MESH_C, MoveProblem
+    from scrimp.cli.demo.train import profiled_peak
+
+__all__ = ["MESH_A", "MESH_B", "MESH_C", "MoveProblem", "main", "profiled_peak"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "main": "scrimp.cli._main",
+        "MESH_A": "scrimp.cli.demo.moves",
+        "MESH_B": "scrimp.cli.demo.moves",
+        "MESH_C": "scrimp.cli.demo.moves",
+        "MoveProblem": "scrimp.cli.demo.moves",
+        "profiled_peak": "scrimp.cli.demo.train",
+    },
+)

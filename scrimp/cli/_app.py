@@ -16,8 +16,8 @@ import typer
 from typer.core import TyperGroup
 
 from scrimp import __version__
-from scrimp.cli import _rules_app
 from scrimp.cli._end import UsageError, ending, typed
+from scrimp.cli.rules.app import app as rules_app
 from scrimp.errors import ScrimpError
 
 COLUMNS = 80  # where no terminal says otherwise
@@ -40,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.add_typer(_rules_app.app)
+app.add_typer(rules_app)
 
 
 def console(*, stderr: bool = False) -> Any:
@@ -180,7 +180,7 @@ def plan(
     mesh: Annotated[
         str | None, typer.Option(help="Axes and their sizes, such as dp=4,tp=8. Default: the best that the search finds.")
     ] = None,
-    budget: Annotated[
+    memory: Annotated[
         str | None, typer.Option(help="Memory of a device that may be used, such as 40GiB. Default: all of it.")
     ] = None,
     batch: Annotated[
@@ -201,7 +201,7 @@ def plan(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of the model, such as layers=32. May be repeated.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Time limit of the search, in seconds.", min=1)] = 60.0,
+    time_limit: Annotated[float, typer.Option(help="Time limit of the search, in seconds.", min=1)] = 60.0,
     gap: Annotated[float, typer.Option(help="Optimality gap at which the search stops.", min=0, max=0.99)] = 0.01,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the plan to this file, as JSON.")] = None,
     baselines: Annotated[
@@ -217,6 +217,8 @@ def plan(
             "--what-if", metavar="CHANGE", help="Plan again after a change: +2GiB, 24GiB, '-1 node', 16xH100. May be repeated."
         ),
     ] = None,
+    budget: Annotated[str | None, typer.Option(hidden=True)] = None,
+    seconds: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Choose how to shard every operator for the least memory, then time.
 
@@ -235,17 +237,18 @@ def plan(
     from scrimp.cli import _plan_check
 
     with typed():
+        _plan_check.refuse_old(budget=(budget, "--memory"), seconds=(seconds, "--time-limit"))
         _plan_check.check(
-            model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch, seq=seq, objective=objective,
+            model=model, cluster=cluster, mesh=mesh, memory=memory, batch=batch, seq=seq, objective=objective,
             optimizer=optimizer, precision=precision, stages=stages, micro_batches=micro_batches, interleave=interleave,
-            settings=settings or [], seconds=seconds, gap=gap, out=out, explain=explain or [], what_if=what_if or [],
+            settings=settings or [], time_limit=time_limit, gap=gap, out=out, explain=explain or [], what_if=what_if or [],
         )  # fmt: skip
     from scrimp.cli import _plan  # loads torch
 
     _plan.make(
-        console(), model=model, cluster=cluster, mesh=mesh, budget=budget, batch=batch or _plan_check.BATCH,
+        console(), model=model, cluster=cluster, mesh=mesh, memory=memory, batch=batch or _plan_check.BATCH,
         seq=seq or _plan_check.SEQ, objective=objective, optimizer=optimizer, precision=precision, keep=keep, stages=stages,
-        micro_batches=micro_batches, interleave=interleave, settings=settings or [], seconds=seconds, gap=gap, out=out,
+        micro_batches=micro_batches, interleave=interleave, settings=settings or [], time_limit=time_limit, gap=gap, out=out,
         baselines=baselines, explain=explain or [], what_if=what_if or [],
     )  # fmt: skip
 
@@ -323,11 +326,11 @@ def demo(
         for name, given in (("--steps", steps), ("--seed", seed), ("--quiet", quiet or None)):
             if given is not None:
                 raise UsageError(f"{name} has no effect with --moves: leave out one of them")
-        from scrimp.cli._demo_moves import moves as tour_of_moves
+        from scrimp.cli.demo.moves import moves as tour_of_moves
 
         tour_of_moves(console())
         return
-    from scrimp.cli import _demo
+    from scrimp.cli.demo import tour
 
-    if _demo.demo(console(), steps=steps or _demo.FULL.steps, seed=seed or 0, quiet=quiet):
+    if tour.demo(console(), steps=steps or tour.FULL.steps, seed=seed or 0, quiet=quiet):
         raise typer.Exit(1)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from scrimp.cli._end import UsageError, typed
 from scrimp.cli._files import check_writable, write
-from scrimp.cli._table import print_table
-from scrimp.cluster import Cluster, Hardware, Link
-from scrimp.cluster._presets import KINDS, hardware
+from scrimp.cli.render.table import print_table
+from scrimp.cluster import KINDS, Cluster, Hardware, Link, hardware
 from scrimp.errors import ScrimpError
 from scrimp.ledger import format_nbytes
 

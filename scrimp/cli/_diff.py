@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scrimp.cli._end import typed
-from scrimp.cli._table import print_words
+from scrimp.cli.render.table import print_words
 from scrimp.errors import ScrimpError
-from scrimp.planner._plan import Plan
+from scrimp.planner import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console

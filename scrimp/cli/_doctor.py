@@ -21,8 +21,8 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import scrimp
-from scrimp.cli._picture import nbytes_text
-from scrimp.cli._table import print_table
+from scrimp.cli.render.picture import nbytes_text
+from scrimp.cli.render.table import print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,7 +132,7 @@ def disk() -> Finding:
 
 def _no_direct_io() -> str | None:
     """Why spill files here would go through the page cache, if they would."""
-    from scrimp.chunks._direct import open_direct
+    from scrimp.chunks import open_direct
 
     try:
         with tempfile.TemporaryFile(dir=".", buffering=0) as file:
@@ -151,32 +151,31 @@ def torch_build() -> Finding:
 
 
 def kernel() -> Finding:
-    from scrimp.chunks._native import native, why_not
+    from scrimp.chunks import host_kernel, why_no_host_kernel
 
-    found = native()
+    found = host_kernel()
     if found is None:
-        return f"none, torch's kernels are used instead: {why_not()}", {"reason": why_not()}
+        return f"none, torch's kernels are used instead: {why_no_host_kernel()}", {"reason": why_no_host_kernel()}
     return found.describe(), {"instructions": found.instructions, "compiler": found.compiler}
 
 
 def exchange_kernel() -> Finding:
-    from scrimp.exchange._native_select import native_select, why_not
+    from scrimp.exchange import host_selection, why_no_host_selection
 
-    found = native_select()
+    found = host_selection()
     if found is None:
-        return f"none, torch's kernels are used instead: {why_not()}", {"reason": why_not()}
+        return f"none, torch's kernels are used instead: {why_no_host_selection()}", {"reason": why_no_host_selection()}
     return found.describe(), {"instructions": found.instructions, "compiler": found.compiler}
 
 
 def device_kernel() -> Finding:
     import torch
 
-    from scrimp.chunks._fused import kinds, why_not
-    from scrimp.chunks._optim import AdamW
+    from scrimp.chunks import AdamW, update_kinds, why_no_device_kernel
 
     if not torch.cuda.is_available():
         return "none, and no GPU that would need one", {"reason": "no GPU"}
-    reason = why_not(torch.device("cuda", torch.cuda.current_device()), kinds([AdamW()], [torch.bfloat16]))
+    reason = why_no_device_kernel(torch.device("cuda", torch.cuda.current_device()), update_kinds([AdamW()], [torch.bfloat16]))
     if reason is not None:
         return f"none, torch's kernels are used instead: {reason}", {"reason": reason}
     version = importlib.metadata.version("triton")

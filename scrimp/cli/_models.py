@@ -18,8 +18,7 @@ from scrimp import zoo
 from scrimp.cli._plan_check import FOLDER, FUNCTION, kind_of
 from scrimp.cli._set import pairs
 from scrimp.errors import ScrimpError
-from scrimp.zoo import configs
-from scrimp.zoo._build import example_on_meta
+from scrimp.zoo import configs, example_on_meta
 
 NEAR = 6  # names that are offered in place of one that is not known
 LARGEST = 2**31 - 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from scrimp.cli._picture import nbytes_text, picture
-from scrimp.cli._table import print_table, wrapped
+from scrimp.cli.render.picture import nbytes_text, picture
+from scrimp.cli.render.table import print_table, wrapped
 from scrimp.cluster import Cluster
 from scrimp.errors import LayoutError
 from scrimp.ext.dtensor_plans import PeerPlan, dtensor_plan, naive_plan

@@ -8,28 +8,26 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from scrimp.cli._choices import show_choices
 from scrimp.cli._clusters import cluster_of
 from scrimp.cli._end import typed
 from scrimp.cli._files import write
 from scrimp.cli._models import check_explained, model_and_batch
 from scrimp.cli._plan_check import number_of
-from scrimp.cli._table import print_table, print_words
+from scrimp.cli.render.choices import show_choices
+from scrimp.cli.render.table import print_table, print_words
 from scrimp.errors import FitError, PlanWarning
-from scrimp.planner._ways import KEEP, WAYS
-from scrimp.planner.api import limit_of, plan
-from scrimp.planner.beside import Beside, beside
+from scrimp.planner import KEEP, Comparison, compare, limit_of, plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scrimp.planner._plan import Plan
+    from scrimp.planner import Plan
 
 
 def make(
-    console: Console, *, model: str, cluster: str, mesh: str | None, budget: str | None, batch: int, seq: int, objective: str,
+    console: Console, *, model: str, cluster: str, mesh: str | None, memory: str | None, batch: int, seq: int, objective: str,
     optimizer: str, precision: str, keep: bool, stages: str, micro_batches: str, interleave: int, settings: list[str],
-    seconds: float, gap: float, out: Path | None, explain: list[str], what_if: list[str], baselines: bool = False,
+    time_limit: float, gap: float, out: Path | None, explain: list[str], what_if: list[str], baselines: bool = False,
 ) -> None:  # fmt: skip
     known = cluster_of(cluster)
     with typed():
@@ -38,9 +36,9 @@ def make(
     with console.status("planning") as status, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", PlanWarning)
         found = plan(
-            made, inputs, known, mesh=mesh, budget=budget, objective=objective, optimizer=optimizer, precision=precision,
-            saving=(KEEP,) if keep else WAYS, stages=number_of(stages), micro_batches=number_of(micro_batches),
-            interleave=interleave, seconds=seconds, gap=gap, progress=status.update,
+            made, inputs, known, mesh=mesh, memory=memory, objective=objective, optimizer=optimizer, precision=precision,
+            activations=KEEP if keep else "auto", stages=number_of(stages), micro_batches=number_of(micro_batches),
+            interleave=interleave, time_limit=time_limit, gap=gap, progress=status.update,
         )  # fmt: skip
     for each in dict.fromkeys(str(warning.message) for warning in told if issubclass(warning.category, UserWarning)):
         typer.echo(f"warning: {each}", err=True)
@@ -49,9 +47,9 @@ def make(
     show_choices(console, found)
     if baselines:
         with console.status("planning known parallelisms") as status:
-            others = beside(found, say=status.update)
+            others = compare(found, say=status.update)
         console.print()
-        _beside(console, found, others, limit_of(known, budget))
+        _compare(console, found, others, limit_of(known, memory))
         for reason, names in _reasons(others).items():
             print_words(console, f"{', '.join(names)}: {reason}")
     if out is not None:
@@ -64,18 +62,18 @@ def make(
         print_words(console, words)
     for text in what_if:
         console.print(f"\nwhat if {text}", style="bold", soft_wrap=True)
-        print_words(console, _what_if(console, found, text, seconds, gap))
+        print_words(console, _what_if(console, found, text, time_limit, gap))
 
 
-def _what_if(console: Console, found: Plan, text: str, seconds: float, gap: float) -> str:
+def _what_if(console: Console, found: Plan, text: str, time_limit: float, gap: float) -> str:
     try:
         with console.status(f"what if {text}") as status:
-            return found.diff(found.what_if(text, seconds=seconds, gap=gap, progress=status.update)).text()
+            return found.diff(found.what_if(text, time_limit=time_limit, gap=gap, progress=status.update)).text()
     except FitError as error:  # an answer too
         return f"it does not fit: {error}"
 
 
-def _beside(console: Console, found: Plan, others: list[Beside], limit: int) -> None:
+def _compare(console: Console, found: Plan, others: list[Comparison], limit: int) -> None:
     """The plan, then known parallelisms."""
     rows = [("this plan", found), *((other.name, other.plan) for other in others if other.plan is not None)]
     unit, size = _unit(max(each.memory.peak_nbytes for _, each in rows))
@@ -100,7 +98,7 @@ def _unit(nbytes: int) -> tuple[str, int]:
     return "KiB", 1 << 10
 
 
-def _reasons(others: list[Beside]) -> dict[str, list[str]]:
+def _reasons(others: list[Comparison]) -> dict[str, list[str]]:
     """Why some cannot be made."""
     found: dict[str, list[str]] = {}
     for other in others:

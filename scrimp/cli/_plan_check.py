@@ -15,10 +15,7 @@ from scrimp.cli._set import pairs
 from scrimp.cluster import Cluster
 from scrimp.errors import PlanError, ScrimpError
 from scrimp.ledger import parse_nbytes
-from scrimp.planner._devices import stage_cluster, whole_mesh
-from scrimp.planner._pipeline import schedules
-from scrimp.planner._question import check_names
-from scrimp.planner._what_if import change_of
+from scrimp.planner import change_of, check_names, schedules, stage_cluster, whole_mesh
 from scrimp.zoo import configs
 
 BATCH, SEQ = 32, 2048  # unless given
@@ -26,23 +23,30 @@ FOLDER, FUNCTION, ZOO = "folder", "function", "zoo"
 DIGITS = 9
 
 
+def refuse_old(**options: tuple[object, str]) -> None:
+    """Options by their old names: the error names the new one."""
+    for name, (given, new) in options.items():
+        if given is not None:
+            raise PlanError(f"--{name} is now {new}")
+
+
 def check(
-    *, model: str, cluster: str, mesh: str | None, budget: str | None, batch: int | None, seq: int | None, objective: str,
-    optimizer: str, precision: str, stages: str, micro_batches: str, interleave: int, settings: Sequence[str], seconds: float,
+    *, model: str, cluster: str, mesh: str | None, memory: str | None, batch: int | None, seq: int | None, objective: str,
+    optimizer: str, precision: str, stages: str, micro_batches: str, interleave: int, settings: Sequence[str], time_limit: float,
     gap: float, out: Path | None, explain: Sequence[str], what_if: Sequence[str],
 ) -> None:  # fmt: skip
     """A `ScrimpError` says what is wrong."""
     check_writable("--out", out)
-    check_names(precision=precision, optimizer=optimizer, objective=objective, seconds=seconds, gap=gap)
-    if not isfinite(seconds):
-        raise PlanError(f"--seconds {seconds}: give a finite number")
+    check_names(precision=precision, optimizer=optimizer, objective=objective, time_limit=time_limit, gap=gap)
+    if not isfinite(time_limit):
+        raise PlanError(f"--time-limit {time_limit}: give a finite number")
     if mesh is not None and not mesh.strip():
         raise PlanError("--mesh '': write axes and their sizes, such as x=2,y=4; without --mesh it is searched for")
     known = cluster_of(cluster)
     _check_schedule(known, mesh, None if kind_of(model) == FUNCTION else batch or BATCH, stages, micro_batches, interleave)
-    if budget is not None and parse_nbytes(budget) <= 0:
-        raise PlanError(f"--budget {budget}: give a size, such as 24GiB")
-    _check_questions(known, stages, micro_batches, interleave, explain, what_if)
+    if memory is not None and parse_nbytes(memory) <= 0:
+        raise PlanError(f"--memory {memory}: give a size, such as 24GiB")
+    _check_names(known, stages, micro_batches, interleave, explain, what_if)
     check_model(model, batch, seq, settings)
 
 
@@ -60,13 +64,13 @@ def _check_schedule(
             whole_mesh(part, mesh, "the cluster" if part is cluster else "a stage")
 
 
-def _check_questions(
+def _check_names(
     cluster: Cluster, stages: str, micro_batches: str, interleave: int, explain: Sequence[str], what_if: Sequence[str]
 ) -> None:
     changes = [change_of(text) for text in what_if]
     if what_if and (stages, micro_batches) != ("1", "1"):
         raise PlanError(
-            "--what-if is answered for plans without stages and micro-batches: plan again with another --budget or --cluster, "
+            "--what-if is answered for plans without stages and micro-batches: plan again with another --memory or --cluster, "
             "and compare the files with scrimp diff"
         )
     for text, change in zip(what_if, changes, strict=True):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from scrimp.cli._end import typed
 from scrimp.cli._files import check_writable, write
-from scrimp.cli._table import print_table
+from scrimp.cli.render.table import print_table
 from scrimp.cluster import Cluster
 from scrimp.errors import ScrimpError
 

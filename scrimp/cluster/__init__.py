@@ -1,9 +1,50 @@
-"""What the machines are: the links along each mesh axis, what a cluster is built of, and what one machine was measured to do."""
+"""Clusters: devices, links and measured rates, as data.
 
-from scrimp.cluster._cluster import Cluster
-from scrimp.cluster._hardware import Hardware, Shares
-from scrimp.cluster._link import Link
-from scrimp.cluster._machine import Machine
-from scrimp.cluster._meshes import AxisLink
+In:   a preset's name, a TOML or JSON file, or a probe of this machine.
+Out:  a `Cluster`: seconds of a transfer, seconds of an operator, meshes worth a search.
 
-__all__ = ["AxisLink", "Cluster", "Hardware", "Link", "Machine", "Shares"]
+    seconds = messages * latency + bytes / bandwidth        over the slowest link that a step crosses
+
+Read in this order:
+
+    _cluster.py    `Cluster`
+    _link.py, _hardware.py, _machine.py    one link; published figures; measured figures
+    _meshes.py     which link each axis of a mesh uses
+    _presets.py, _toml.py    devices by name; a cluster from a file
+    _measuring.py  who measures a machine: the engine registers its probe here
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scrimp._lazy import lazily
+
+if TYPE_CHECKING:
+    from scrimp.cluster._cluster import Cluster
+    from scrimp.cluster._hardware import Hardware, Shares
+    from scrimp.cluster._link import DEFAULT_LINK, Link
+    from scrimp.cluster._machine import Machine
+    from scrimp.cluster._measuring import register_measure
+    from scrimp.cluster._meshes import AxisLink
+    from scrimp.cluster._presets import KINDS, hardware
+
+__all__ = [
+    "DEFAULT_LINK", "KINDS", "AxisLink", "Cluster", "Hardware", "Link", "Machine", "Shares", "hardware", "register_measure",
+]  # fmt: skip
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Cluster": "scrimp.cluster._cluster",
+        "Hardware": "scrimp.cluster._hardware",
+        "Shares": "scrimp.cluster._hardware",
+        "DEFAULT_LINK": "scrimp.cluster._link",
+        "Link": "scrimp.cluster._link",
+        "Machine": "scrimp.cluster._machine",
+        "register_measure": "scrimp.cluster._measuring",
+        "AxisLink": "scrimp.cluster._meshes",
+        "KINDS": "scrimp.cluster._presets",
+        "hardware": "scrimp.cluster._presets",
+    },
+)

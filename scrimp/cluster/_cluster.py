@@ -20,6 +20,7 @@ from typing import Any
 from scrimp.cluster._hardware import Hardware
 from scrimp.cluster._link import DEFAULT_LINK, Link
 from scrimp.cluster._machine import Machine
+from scrimp.cluster._measuring import measure
 from scrimp.cluster._meshes import AxisLink, axis_links, meshes
 from scrimp.errors import ScrimpError, check_format
 from scrimp.layout import Mesh
@@ -45,9 +46,7 @@ class Cluster:
     def probe(cls, device: str | None = None, disk: str | Path | None = None) -> Cluster:
         """This machine, measured: the device that an engine would take, the link to it, the host; and the disk of a
         folder, if one is given. Up to three seconds with a GPU, one without; once in a process."""
-        from scrimp.engine._probe import probe
-
-        return cls(machine=probe(device, disk))
+        return cls(machine=measure(device, disk))
 
     @classmethod
     def preset(cls, name: str) -> Cluster:

@@ -1,6 +1,65 @@
-"""The training step: fetch, forward, backward, update, release, layer by layer, within a device budget."""
+"""The training engine: one step at a time, layer by layer, within a memory budget.
 
-from scrimp.engine._engine import Engine
-from scrimp.engine._memory import Memory
+In:   an `nn.Module`, an optimizer, a `Memory` budget; then one batch per step.
+Out:  the loss; the model's parameters, updated as plain PyTorch would update them; a ledger of every byte.
 
-__all__ = ["Engine", "Memory"]
+    step:   admit ──> forward/backward ──> check ──> exchange ──> update ──> learn
+              │         │    │               │           │           │         │
+            batch   residency gradients  grad_check  gradients/   update/  schedule/
+
+Read in this order:
+
+    _engine.py    `Engine`, and the step as a sequence of phases
+    setup/        arguments, budget, first placement; the engine adopts the model's parameters
+    step/         one forward and backward: layers are fetched before use and evicted after it; a failed attempt is undone
+    gradients/    how a gradient leaves the model: dense (averaged) or sparse (top-k with error feedback)
+    update/       the global gradient check, then the optimizer on device, host or disk, overlapped with the next step
+    schedule/     a traced step becomes a schedule: placement of layers, kept activations, prefetch and eviction
+    entry/        what users call between steps: evaluate, backward/update, full_parameters, save/load, learning rates
+    observe/      the lower bound of a step, the progress line, the metrics file
+    chunked_loss.py  cross-entropy that never holds all logits
+
+One fetch:     step/layer_forward.py -> step/residency.py -> chunks/store/store.py
+One gradient:  _engine.py (`receive`) -> gradients/dense.py -> update/update.py -> chunks/update/update.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scrimp._lazy import lazily
+from scrimp.cluster import Machine, register_measure
+
+if TYPE_CHECKING:
+    from scrimp.engine._engine import Engine
+    from scrimp.engine.chunked_loss import chunked_cross_entropy
+    from scrimp.engine.observe.metrics import read_metrics
+    from scrimp.engine.observe.progress import Progress
+    from scrimp.engine.schedule.probe import probe
+    from scrimp.engine.setup.budget import Memory, available_host_nbytes
+
+__all__ = ["Engine", "Memory", "Progress", "available_host_nbytes", "chunked_cross_entropy", "probe", "read_metrics"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "Engine": "scrimp.engine._engine",
+        "chunked_cross_entropy": "scrimp.engine.chunked_loss",
+        "read_metrics": "scrimp.engine.observe.metrics",
+        "Progress": "scrimp.engine.observe.progress",
+        "probe": "scrimp.engine.schedule.probe",
+        "Memory": "scrimp.engine.setup.budget",
+        "available_host_nbytes": "scrimp.engine.setup.budget",
+    },
+)
+
+
+def _probe(device: str | None, disk: str | Path | None) -> Machine:
+    """Measures this machine; loaded when `Cluster.probe` is first called."""
+    from scrimp.engine.schedule.probe import probe
+
+    return probe(device, disk)
+
+
+register_measure(_probe)

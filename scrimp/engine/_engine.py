@@ -1,338 +1,217 @@
-"""The engine: one training step as a readable sequence of phases.
+"""`Engine`: what users call. The work is in `_training.py`, which has everything that a step needs.
 
-step = plan for a batch of this shape, or trace it
-       for each part: forward through the layers, backward, gradients landing as they are made
-       judge (finite? norm?)
-       update what landed, layer by layer
-       learn from the trace
+engine = Engine(model, memory="24GiB")
+for batch in loader:
+    loss = engine.step(*batch)
 """
 
 from __future__ import annotations
 
-import time
-import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import astuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from scrimp.chunks._cuda_meter import CudaMeter
-from scrimp.chunks._meter import CpuMeter
-from scrimp.chunks._optim import AdamW, Optimizer, grouped
-from scrimp.chunks._rates import measure
-from scrimp.chunks._residency import Moment
-from scrimp.chunks._rules import Rules
-from scrimp.chunks._store import Store
-from scrimp.chunks._table import Slot
-from scrimp.engine._accumulating import Accumulating
-from scrimp.engine._advice import check_landing, check_loss, does_not_fit
-from scrimp.engine._attempts import gradients
-from scrimp.engine._batch import loss_of, parts, signature, to_device
-from scrimp.engine._between import Between
-from scrimp.engine._calls import Calls, called, explained
-from scrimp.engine._dense import DenseExchange
-from scrimp.engine._fit import Fit
-from scrimp.engine._forward import Recompute, watch_layers
-from scrimp.engine._groups import named
-from scrimp.engine._handle import Handle
-from scrimp.engine._hooks import Hooks, landing, run_hooks
-from scrimp.engine._interrupts import Interrupts, in_one_piece
-from scrimp.engine._judge import LossScale
-from scrimp.engine._memory import Memory, resolve
-from scrimp.engine._modes import warn_of_eval
-from scrimp.engine._modules import check_modules
-from scrimp.engine._planning import Planned, Planning
-from scrimp.engine._resident import Residents
-from scrimp.engine._running import running
-from scrimp.engine._settings import check_exchange, pick_device, validate
-from scrimp.engine._sparse import SparseExchange
-from scrimp.engine._stand_ins import StandIns
-from scrimp.engine._strays import Strays, StraysInBackward
-from scrimp.engine._take_over import DEFAULT_CHUNK, buffers_to, table_of, take_over
-from scrimp.engine._undo import Undo
-from scrimp.engine._updating import Updating
-from scrimp.engine._watched import Watched
-from scrimp.engine._weights import Source
-from scrimp.engine._world import agreed, join_world, least_of_all, ranks_here, who_shares
-from scrimp.errors import MoveError, RunError
+from scrimp._arguments import renamed
+from scrimp.chunks import Optimizer
+from scrimp.engine._training import Training
+from scrimp.engine.entry.optimizer_handle import Handle
+from scrimp.engine.observe.bound import Bound
+from scrimp.engine.setup.adopt import DEFAULT_CHUNK
+from scrimp.engine.setup.budget import Memory
+from scrimp.engine.setup.weight_sources import Source
+from scrimp.errors import RunError
 from scrimp.exchange import Dense, Sparse
-from scrimp.layers import find_layers
-from scrimp.layers._caches import no_caches
 from scrimp.layout import Mesh
-from scrimp.ledger import Books, Ledger
+from scrimp.ledger import Books
 
 
-class Engine(Between, Accumulating):
-    """Trains any eager module within a device budget. The model is taken over: its parameters live in the engine.
+class Engine:
+    """Trains any eager PyTorch model within a memory budget, with the numbers of plain PyTorch.
 
-    `weights`: values for a model, perhaps on meta: a state dict, a .safetensors file, a Hugging Face folder. `precision`:
-    "bf16", "fp16" or "fp32", masters being fp32. `accumulate`: parts that a batch is split into. `recompute`:
-    "auto" (what must be), "none" or "all". `loss` makes the loss of what the model returns, if that has none. `exchange`: how
-    gradients travel between ranks, `Dense()` or `Sparse(...)`; on a `mesh` of two axes, such as Mesh({"node": 2, "gpu": 4}),
-    sparsely over the first alone, and over the second homes are shared.
+    The engine adopts the model: parameters, gradients and optimizer states live in the engine, on device, host or disk, and the
+    engine brings each layer to the device when it runs.
+
+    >>> import scrimp
+    >>> model = scrimp.zoo.build("gpt-tiny")
+    >>> engine = scrimp.Engine(model, memory="1GiB", optimizer=scrimp.AdamW(lr=1e-3), device="cpu")
+    >>> loss = engine.step(*scrimp.zoo.example_batch("gpt-tiny", batch=8, step=0))
+    >>> engine.close()
+
+    Arguments:
+        model: Any module whose forward returns a scalar loss, or an output with a `loss`. It may be on the meta device.
+        weights: Values for the model: a state dict, a .safetensors file, or a Hugging Face folder.
+        optimizer: `AdamW(...)`, `SGD(...)`, "adamw" or "sgd".
+        memory: A `Memory(device=..., host=..., disk=...)`, or a size of the device such as "24GiB".
+        precision: Of the weights on the device: "bf16", "fp16" or "fp32". Master weights are fp32.
+        exchange: How gradients travel between ranks: `Dense()`, or `Sparse(...)`, top-k with error feedback.
+        mesh: The ranks as a mesh, such as "node=2,gpu=4": `Sparse` then works over the first axis, and the ranks of the
+            second axis shard the model data.
+        clip_norm: The largest norm of the global gradient.
+        skip_nonfinite: Skip the update, with a warning, if a gradient is not finite.
+        micro_batches: Parts that `step` splits a batch into; their gradients are accumulated.
+        activations: What the engine may do with activations: "auto", or a set of "keep", "recompute" and "offload" (the
+            inputs of recomputed layers go to the host).
+        loss: Makes the loss from what the model returns, if that has none.
+        cast_inputs: Cast floating-point tensors of a batch to the precision of the weights.
+        device: "cuda", "cuda:1" or "cpu". The default is this rank's GPU if there is one.
+        chunk_numel: Elements of a chunk, the unit in which model data is sharded.
     """
 
+    @renamed(
+        "scrimp.Engine",
+        RunError,
+        accumulate="micro_batches=4",
+        recompute="activations='auto', 'keep' (was 'none') or 'recompute,offload' (was 'all')",
+    )
     def __init__(
         self,
         model: nn.Module,
         *,
         weights: Source | None = None,
-        optimizer: Optimizer | None = None,
-        memory: Memory | None = None,
+        optimizer: Optimizer | str | None = None,
+        memory: Memory | int | str | None = None,
         precision: str = "bf16",
         exchange: Dense | Sparse | None = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         clip_norm: float | None = None,
         skip_nonfinite: bool = True,
-        accumulate: int = 1,
-        recompute: str = "auto",
+        micro_batches: int = 1,
+        activations: str | Iterable[str] = "auto",
         loss: Callable[[Any], torch.Tensor] | None = None,
         cast_inputs: bool = True,
         device: str | torch.device | None = None,
         chunk_numel: int = DEFAULT_CHUNK,
     ) -> None:
-        validate(model, optimizer, memory, precision, accumulate, recompute, clip_norm)
-        check_modules(model)
-        check_exchange(exchange, optimizer or AdamW(), precision, memory)
-        self.model = model
-        settings = named(optimizer or AdamW(), model)
-        self.precision = precision
-        self.clip_norm = clip_norm
-        self.skip_nonfinite = skip_nonfinite
-        self.accumulate = accumulate
-        self.loss = loss
-        self.cast_inputs = cast_inputs  # floating-point tensors of a batch, to the precision of the weights
-        self.device = pick_device(device)
-        self.wire = join_world(self.device)
-        self.interrupts = Interrupts()
-        self.calls = Calls(self.wire, self.interrupts.check)
-        self.budget = least_of_all(self.wire, resolve(memory or Memory(), self.device))
-        self.ledger = Books(device=Ledger(tier=str(self.device)))
-        self.steps, self.skipped = 0, 0
-        self.norm: float | None = None  # of the last gradient, before clipping
-        self.seconds = 0.0  # of the last step
-        self.host_seconds = (0.0, 0.0)  # since the step before: of the host's worker at work, of others waiting for it
-        rates = agreed(self.wire, measure(self.device))
-        sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
-        table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
-        groups = grouped(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
-        self.rules = Rules(groups)
-        self.fit = Fit(
-            table,
-            self.budget,
+        self._run = Training(
+            model,
+            weights=weights,
+            optimizer=optimizer,
+            memory=memory,
             precision=precision,
-            optimizer=settings,
-            accumulate=accumulate,
-            world=sharing.world,
-            ranks_here=ranks_here(self.wire),
-            residual=exchange.least_residual if isinstance(exchange, Sparse) and exchange.density < 1 else None,
+            exchange=exchange,
+            mesh=mesh,
+            clip_norm=clip_norm,
+            skip_nonfinite=skip_nonfinite,
+            micro_batches=micro_batches,
+            activations=activations,
+            loss=loss,
+            cast_inputs=cast_inputs,
+            device=device,
+            chunk_numel=chunk_numel,
         )
-        self.store = Store(
-            table,
-            precision=precision,
-            device=self.device,
-            optimizer=settings,
-            accumulate=accumulate,
-            books=self.ledger,
-            wire=sharing,
-            ranks=self.wire,
-            places=self.fit.places(),
-            disk=self.budget.disk,
-            sparse=isinstance(exchange, Sparse),
-        )
-        self.store.host_room_nbytes = self.fit.room_nbytes
-        self.meter: CpuMeter | CudaMeter
-        if self.device.type == "cuda":
-            self.meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
-            self.store.before_change = self.meter.before_change
-        else:
-            self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
-        room = self.budget.device_nbytes - self.ledger.device.total_nbytes if self.device.type == "cuda" else 0
-        self._hooks = Hooks(micro_batches=accumulate)
-        taken = take_over(model, self.store, weights, hooks=self._hooks, room_nbytes=room)
-        self.places = taken.places
-        self.weights = dict(model.named_parameters(remove_duplicate=False))
-        self._order = {name: k for k, name in enumerate(self.weights)}
-        self.counts: dict[str, int] = {}
-        self.loss_scale = LossScale(dynamic=precision == "fp16")
-        buffers = buffers_to(model, self.device)
-        self.ledger.device.charge("buffers", buffers)
-        self.meter.begin()
-        for tensor in [*(t for home in self.store.homes for t in home.tensors), *self.store.flats, *model.buffers()]:
-            self.meter.ignore(tensor)
-        self.updating = Updating(self.store, self.rules, self.meter, staged=precision != "fp32" or clip_norm is not None)
-        self.store.own = self.meter.ignore
-        self.undo = Undo(model, self.device)
-        self.residents = Residents(self.store, self.meter, self._retire, self.interrupts.check)
-        self._watched = Watched(self.meter, self.ledger.device)
-        self.strays = Strays(self.residents)
-        self._strays_again = StraysInBackward(self.residents)
-        self.recompute = Recompute()
-        watch_layers(model, self.residents, self.recompute)
-        self.planning = Planning(self.store, self.recompute, recompute, rates, self.budget.plan_nbytes - buffers)
-        self.planning.stage_nbytes, self.planning.passing = self.updating.stage_nbytes, self.updating.passing
-        self.updating.saw = self.planning.saw_update
-        self.exchanging: DenseExchange | SparseExchange = DenseExchange()
-        if isinstance(exchange, Sparse):
-            self.exchanging = SparseExchange(exchange, self.store, self.rules, across)
-            self.planning.residuals, self.planning.sending_nbytes = self.exchanging.residuals, self.exchanging.sending_nbytes()
-        self.closed = False
-        self.broken: str | None = None  # why the weights are not those of any step
-        self._backward = False
-        self.landed: dict[str, tuple[int, Slot]] = {}
-        self._part_landed: set[str] = set()  # of the micro-batch that runs
-        self.trace: list[Moment] | None = None  # of the last forward and backward, if they were traced
-        self._traffic = astuple(self.store.traffic)  # at the start of the last step
-        for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(landing(weakref.ref(self)))  # type: ignore[no-untyped-call]
-        self.stand_ins = StandIns(model, self.weights, taken, self._hooks, self.device)
-        of_name = dict(model.named_parameters(remove_duplicate=False))
-        self.optimizer = Handle(settings, [(first, [of_name[name] for name in names]) for first, names in groups])
 
-    # The step.
+    # Training.
 
-    @in_one_piece
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on this rank's whole batch; the mean loss, detached. Modules are in the modes that they are in. A step
-        that fails before its update leaves everything as it was; one that fails in it leaves nothing to go on from."""
-        called(self, "step")
-        with explained(self):
-            return self._step(args, kwargs)
+        """Train on this rank's whole batch, and return the mean loss, detached.
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        start = time.perf_counter()
-        self.check_usable()
-        warn_of_eval(self.model, self.steps)
-        self.rules.begin(self.steps, self.optimizer.now(self.steps))
-        self.planning.judged = self.must_judge
-        self.planning.call = [*self.calls.row, self.rules.digest(self.steps)]
-        plan, loss = gradients(self, signature(args, kwargs), args, kwargs)
-        self.finish()
-        self.planning.learn(plan, self.trace, self.residents)
-        self.seconds = time.perf_counter() - start
-        self.host_seconds = self.updating.waited()
-        return loss
+        Modules run in the modes they are in. A step that fails before its update leaves everything as it was. A step that fails
+        in its update leaves an engine that can only load a checkpoint.
+        """
+        return self._run.step(*args, **kwargs)
 
-    def finish(self) -> None:
-        """Update with the gradients that are there."""
-        try:
-            self.exchanging.finish(self)
-        except BaseException as error:
-            self.broken = f"step {self.steps} failed in its update ({type(error).__name__}: {error})"
-            if isinstance(error, MoveError):
-                raise self.named_error(error) from error
-            raise
-        self.steps += 1
-        self.optimizer.counted()
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Add the gradients of one micro-batch to those since the last `update`, and return its loss, detached.
 
-    def forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self._part_landed = set()
-        if not self.pending:
-            self.landed.clear()
-            self.exchanging.begin(self)
-        losses, count = [], 1 if self.accumulating else self.accumulate
-        self._traffic = astuple(self.store.traffic)
-        try:
-            with running(self, args, kwargs, self._watched.step(plan)), no_caches(self.model):
-                schedule = plan.choice.schedule if plan.choice else None
-                self.residents.begin_step(self.steps, schedule, plan.expected, looking=self._watched.looking)
-                for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, count)):
-                    self.last_part = k == count - 1 and not self.accumulating
-                    losses.append(self._forward_backward(part_args, part_kwargs))
-                    self.residents.retire_rest()
-                traced, moments = self.residents.end_step()
-                self.trace = moments if self._watched.learn(plan, moments, traced=traced) else None
-                if not self.landed:
-                    raise RunError("no trained parameter got a gradient: the loss depends on none of them")
-        except MoveError as error:
-            raise self.named_error(error) from error
-        return torch.stack(losses).mean()
+        This is gradient accumulation as in a plain loop with `(loss / micro_batches).backward()`: N calls and an `update` are
+        one `step` of Engine(micro_batches=N) with the N micro-batches as its batch. Up to `micro_batches` calls may come before
+        an update; after fewer the sum is still divided by `micro_batches`.
 
-    def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self._part_landed = set()
-        args, kwargs = to_device(args, kwargs, self.device, self.input_dtype)
-        looking = self.strays if self.strays.found or self.residents.tracing else nullcontext()
-        again = self._strays_again if self._strays_again.layers or self.residents.tracing else nullcontext()
-        with self.residents.saving(), looking:  # saving in backward too: the model may run parts of itself again
-            out = self.model(*args, **kwargs)
-            loss = loss_of(self.loss(out) if self.loss is not None else out)
-            del out
-            check_loss(loss, self.model)
-            value = loss.detach().clone()
-            if self.loss_scale.value != 1:
-                loss = loss * self.loss_scale.value
-            if self.accumulate > 1:
-                loss = loss / self.accumulate
-            self.residents.say("backward")
-            self._backward = True
-            try:
-                with again:
-                    loss.backward()  # type: ignore[no-untyped-call]
-            finally:
-                self._backward = False
-        return value
+        A call that fails before its first gradient is as if it had not been made. A call that fails later loses the gradients
+        since the last update, and no weight has changed.
+        """
+        return self._run.backward(*args, **kwargs)
 
-    def land(self, parameter: torch.Tensor) -> None:
-        self.interrupts.check()
-        layer, slot = self.places[id(parameter)]
-        hooks = self._hooks.of(parameter)
-        if hooks:
-            self.residents.touch(layer)  # a hook may read the weight
-            if not run_hooks(hooks, parameter, slot.name):
-                return
-        assert parameter.grad is not None
-        check_landing(slot.name, parameter.grad, in_backward=self._backward, again=slot.name in self._part_landed)
-        with self.residents.quietly():
-            self.exchanging.land(self, layer, slot, parameter.grad, first=slot.name not in self.landed)
-            parameter.grad = None
-            self._part_landed.add(slot.name)
-            self.residents.landed(layer, slot)
+    def update(self) -> None:
+        """Update with the gradients of all calls of `backward` since the last update: checked and clipped as in a step."""
+        self._run.update()
 
-    def _retire(self, layer: int, slots: list[Slot]) -> None:
-        """All of a layer's gradients of this micro-batch are there (or no more will come)."""
-        landed = [(slot, slot.name not in self.landed) for slot in slots]
-        self.landed.update({slot.name: (layer, slot) for slot in slots})  # first: whatever happens, they must be undone
-        self.exchanging.retire(self, layer, landed)
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward without gradients, in eval mode, within the budget.
+
+        `engine.evaluate(*batch)` calls the model. `engine.evaluate(fn, *args, **kwargs)` calls `fn`, which may use the model in
+        any way, with tensors on the device: `engine.evaluate(model.generate, ids, max_new_tokens=20)`. The engine may call `fn`
+        a second time if the first call did not fit. All ranks must run the same layers in the same order (`synced_gpus=True`
+        for generate).
+        """
+        return self._run.evaluate(*args, **kwargs)
 
     @property
-    def must_judge(self) -> bool:
-        """No update before all gradients were looked at."""
-        return self.skip_nonfinite or self.loss_scale.dynamic or self.clip_norm is not None
+    def lr(self) -> float | list[float]:
+        """The learning rate of the next update; with several groups a list, in the order of `engine.optimizer.param_groups`.
+
+        Setting it sets all groups, to one number or each to its own. An update that was submitted keeps the rate it had.
+        """
+        return self._run.lr
+
+    @lr.setter
+    def lr(self, values: float | Sequence[float]) -> None:
+        self._run.lr = values
 
     @property
-    def input_dtype(self) -> torch.dtype | None:
-        return self.store.dtype if self.cast_inputs else None
+    def optimizer(self) -> Handle:
+        """What torch's learning-rate schedulers take for an optimizer; also `steps`, `skipped` and the last gradient's `norm`."""
+        return self._run.optimizer
 
-    def check_usable(self, *, reading: bool = False) -> None:
-        """`reading`: for what a closed engine can do too."""
-        if not reading:
-            self.check_open()
-        self.stand_ins.check_closed()
-        self.updating.check()
-        self.exchanging.check()
-        if self.broken is not None:
-            raise RunError(
-                f"{self.broken}: some weights are new, some old, some gone; load the last checkpoint: engine.load(folder)"
-            )
+    # State.
 
-    def wait(self) -> None:
-        """Until the updates that run beside the steps are done."""
-        self.store.wait()
+    def full_parameters(self, *names: str) -> AbstractContextManager[nn.Module]:
+        """`with engine.full_parameters() as model:` puts fp32 master weights into the model, on the host, to read and to edit.
 
-    # Parts.
+        At the end of the block the engine writes what changed to master and weight. `names` are patterns such as "head.*"; other
+        parameters stay out. With several ranks every rank enters the block and makes the same edits.
+        """
+        return self._run.full_parameters(*names)
 
-    def in_order(self) -> list[tuple[int, Slot]]:
-        """What landed, in the model's order: the order of sums must not depend on the order of arrival."""
-        return sorted(self.landed.values(), key=lambda place: self._order[place[1].name])
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
+        return self._run.state_dict()
 
-    def named_error(self, error: MoveError) -> RunError:
-        return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
+    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter in fp32 by every name it has, then every buffer; every rank gets all of them, one at a time."""
+        return self._run.iter_state()
 
-    def _over_budget(self, perhaps: bool) -> None:
-        self.residents.make_room()
-        if not perhaps and self.ledger.total_nbytes > self.meter.budget_nbytes:
-            raise does_not_fit(self.steps, self.ledger, self.meter, self.model, self.planning.mode)
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint: weights, master weights, optimizer states, step, random state and the settings of all groups.
+
+        The folder appears complete or not at all. The state of a learning-rate scheduler is yours: `scheduler.state_dict()`.
+        """
+        self._run.save(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with.
+
+        Learning rates are those of the checkpoint, as with `load_state_dict` of torch's optimizers, unless `lr` is a function;
+        set `engine.lr` afterwards for others.
+        """
+        self._run.load(folder)
+
+    # What a step takes.
+
+    @property
+    def ledger(self) -> Books:
+        """Bytes by kind on device, host and disk: now and at the peak."""
+        return self._run.ledger
+
+    def bound(self) -> Bound:
+        """The least traffic and time of a step like the last one, and what it took. The first call measures the machine."""
+        return self._run.bound()
+
+    def close(self) -> None:
+        """End training: free the device, lift the cap on the allocator and end the engine's threads.
+
+        The host keeps the state, as far as there is room for it; it can still be read and saved. Gradients of `backward` that
+        wait for an update are discarded. A second call does nothing.
+        """
+        self._run.close()
+
+    def __enter__(self) -> Engine:
+        self._run.check_open()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from scrimp.exchange._cut import Cut, cut
 from scrimp.exchange._packet import BORDER, pack, packet_nbytes, wrong
+from scrimp.exchange._row_topk import RowTopK, row_topk
 
 HEADER = 32  # bytes, of four numbers: size, step, whether something is not finite, checksum
 SMALL = 4096  # elements: smaller tensors travel whole
@@ -32,7 +32,7 @@ class Part:
     flag: int
     start: int
     stop: int
-    how: Cut | None
+    how: RowTopK | None
 
     @property
     def whole(self) -> bool:
@@ -64,14 +64,14 @@ def plan_bucket(
     """`sizes`: names and elements, in an order that all ranks have."""
     parts, start = [], HEADER + -(-len(sizes) // BORDER) * BORDER
     for k, (name, numel) in enumerate(sizes):
-        how = cut(numel, density) if numel >= small and not summed else None
+        how = row_topk(numel, density) if numel >= small and not summed else None
         nbytes = -(-numel * dtype.itemsize // BORDER) * BORDER if how is None else packet_nbytes(how, dtype)
         parts.append(Part(name=name, numel=numel, flag=HEADER + k, start=start, stop=start + nbytes, how=how))
         start += nbytes
     return Bucket(parts=tuple(parts), dtype=dtype, nbytes=start, summed=summed)
 
 
-def put(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: torch.Tensor, dtype: torch.dtype) -> None:
+def put_part(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: torch.Tensor, dtype: torch.dtype) -> None:
     """A part's entries, or all of its values, of any type."""
     row[part.flag].fill_(PRESENT)  # a number that is set is copied, and on a GPU waited for
     here = row[part.start : part.stop]
@@ -88,7 +88,7 @@ def seal(row: torch.Tensor, step: int, *, finite: bool = True) -> None:
     row[:HEADER].view(torch.int64).copy_(numbers)
 
 
-def complaint(row: torch.Tensor, step: int) -> str | None:
+def row_error(row: torch.Tensor, step: int) -> str | None:
     """What is wrong with a row that came, in words."""
     size, its_step, flag, checksum = row[:HEADER].view(torch.int64).tolist()
     if size != row.numel():

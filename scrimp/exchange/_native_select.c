@@ -27,7 +27,7 @@ struct kept {
 };
 
 #define JOB struct kept
-#include "../chunks/_native_shared.c"
+#include "../chunks/kernels/host_shared.c"
 
 #define AT_ONCE 1024 /* elements, in the nearest cache */
 #define WAYS 4 /* counts of the same, so that one need not wait for the one before it */

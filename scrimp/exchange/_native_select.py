@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 
-from scrimp.chunks._native import FUSED, KINDS, LEVELS
-from scrimp.chunks._native_build import load
-from scrimp.chunks._settle import kernel_or_reason
-from scrimp.exchange._cut import COLUMNS, Cut, cut
+from scrimp.chunks import FUSED, KINDS, LEVELS, kernel_or_reason, load_library
 from scrimp.exchange._packet import packet_nbytes, parts, unpack
+from scrimp.exchange._row_topk import COLUMNS, RowTopK, row_topk
 
 SOURCE = Path(__file__).with_name("_native_select.c")
-NOTHING = Cut(numel=0, per_row=0, from_rest=0)
+NOTHING = RowTopK(numel=0, per_row=0, from_rest=0)
 TRIED = 2 * COLUMNS + 777  # whole rows and a rest
 
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -70,7 +68,7 @@ class NativeSelect:
         self._call(rest, states, gradient, numbers, NOTHING, None, None, masking=False)
 
     def send(
-        self, rest: torch.Tensor, states: Sequence[torch.Tensor], how: Cut, dtype: torch.dtype, numbers: Numbers, *,
+        self, rest: torch.Tensor, states: Sequence[torch.Tensor], how: RowTopK, dtype: torch.dtype, numbers: Numbers, *,
         masking: bool, gradient: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Positions and values of what travels, after a gradient was added, if one is given; from here on it is gone, and
@@ -80,7 +78,7 @@ class NativeSelect:
         return positions, values
 
     def send_into(
-        self, packet: torch.Tensor, rest: torch.Tensor, states: Sequence[torch.Tensor], how: Cut, dtype: torch.dtype,
+        self, packet: torch.Tensor, rest: torch.Tensor, states: Sequence[torch.Tensor], how: RowTopK, dtype: torch.dtype,
         numbers: Numbers, *, masking: bool, gradient: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """The same, as a packet's bytes."""
@@ -89,7 +87,7 @@ class NativeSelect:
         self._call(rest, states, gradient, numbers, how, positions, values, places, masking=masking and bool(states))
 
     def arrived(
-        self, packets: torch.Tensor, how: Cut, dtype: torch.dtype, master: torch.Tensor, times: float,
+        self, packets: torch.Tensor, how: RowTopK, dtype: torch.dtype, master: torch.Tensor, times: float,
         weight: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """What packets have, one of each rank in a row, is added to a master, times a number, rank after rank; `weight` is
@@ -129,7 +127,7 @@ class NativeSelect:
         )
         return mean
 
-    def select(self, values: torch.Tensor, how: Cut) -> torch.Tensor:
+    def select(self, values: torch.Tensor, how: RowTopK) -> torch.Tensor:
         """Positions of the largest, and nothing is changed."""
         positions = torch.empty(how.entries, dtype=torch.int64, device="cpu")
         self._call(values, (), None, Numbers(), how, positions, None, masking=False)
@@ -137,7 +135,7 @@ class NativeSelect:
 
     def _call(
         self, rest: torch.Tensor | None, states: Sequence[torch.Tensor], gradient: torch.Tensor | None, numbers: Numbers,
-        how: Cut, positions: torch.Tensor | None, values: torch.Tensor | None, places: torch.Tensor | None = None, *,
+        how: RowTopK, positions: torch.Tensor | None, values: torch.Tensor | None, places: torch.Tensor | None = None, *,
         masking: bool,
     ) -> None:  # fmt: skip
         fp32 = [*([] if rest is None else [rest]), *states]
@@ -179,13 +177,13 @@ def takes(fp32: Sequence[torch.Tensor], gradient: torch.Tensor | None = None) ->
     )
 
 
-def native_select() -> NativeSelect | None:
-    """The kernel, built if need be. The first call settles it for the process; `why_not` says why there is none."""
+def host_selection() -> NativeSelect | None:
+    """The kernel, built if need be. The first call settles it for the process; `why_no_host_selection` says why there is none."""
     found = _settled()
     return found if isinstance(found, NativeSelect) else None
 
 
-def why_not() -> str | None:
+def why_no_host_selection() -> str | None:
     found = _settled()
     return found if isinstance(found, str) else None
 
@@ -196,7 +194,7 @@ def _settled() -> NativeSelect | str:
 
 
 def _made() -> NativeSelect | str:
-    library, compiler = load(SOURCE)
+    library, compiler = load_library(SOURCE)
     library.scrimp_kept.argtypes, library.scrimp_kept.restype = _KEPT, None
     library.scrimp_put.argtypes, library.scrimp_put.restype = _PUT, _INT
     library.scrimp_mean.argtypes, library.scrimp_mean.restype = _MEAN, None
@@ -213,7 +211,7 @@ def _made() -> NativeSelect | str:
 def _tried(kernel: NativeSelect) -> bool:
     """Whether a step has torch's bits, with numbers that need no rounding on their way: whole ones, of which many are equal.
     And whether one with Adam's moments is near."""
-    random, how = torch.Generator().manual_seed(0), cut(TRIED, 0.01)
+    random, how = torch.Generator().manual_seed(0), row_topk(TRIED, 0.01)
 
     def drawn(upto: int) -> torch.Tensor:
         return torch.randint(-upto, upto, (TRIED,), generator=random, dtype=torch.int32, device="cpu").float()
@@ -247,7 +245,7 @@ def _tried(kernel: NativeSelect) -> bool:
             mean.add_(other, alpha=1 / 3)
         same.append(torch.equal(kernel.mean(three.view(torch.uint8), 0, three.shape[1], dtype), mean))
     m, root, v = drawn(100), drawn(100).abs(), drawn(100)
-    everything = Cut(numel=TRIED, per_row=COLUMNS, from_rest=how.rest)
+    everything = RowTopK(numel=TRIED, per_row=COLUMNS, from_rest=how.rest)
     numbers = Numbers(betas=(0.5, 0.0), rate=3.0, eps=1.0)  # the second moment is the gradient's square
     _, sent = kernel.send(v.clone(), [m.clone(), root.clone()], everything, torch.float32, numbers, masking=False, gradient=root)
     same.append(torch.allclose(sent, v + 3 * (m + root) / 2 / (root + 1), rtol=1e-5, atol=1e-5))

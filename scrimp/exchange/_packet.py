@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import torch
 
-from scrimp.exchange._cut import COLUMNS, Cut
+from scrimp.exchange._row_topk import COLUMNS, RowTopK
 
 BORDER = 8
 
 
-def packet_nbytes(cut: Cut, dtype: torch.dtype) -> int:
+def packet_nbytes(cut: RowTopK, dtype: torch.dtype) -> int:
     return _padded(2 * cut.entries) + _padded(dtype.itemsize * cut.entries)
 
 
-def pack(packet: torch.Tensor, cut: Cut, positions: torch.Tensor, values: torch.Tensor) -> None:
+def pack(packet: torch.Tensor, cut: RowTopK, positions: torch.Tensor, values: torch.Tensor) -> None:
     """Fill a packet's bytes."""
     places, into = parts(packet, cut, values.dtype)
     places.copy_(positions.remainder(COLUMNS).to(torch.int32))  # the upper half become negative
     into.copy_(values)
 
 
-def unpack(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack(packet: torch.Tensor, cut: RowTopK, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions and values."""
     places, values = parts(packet, cut, dtype)
     positions = places.to(torch.int64).bitwise_and_(COLUMNS - 1)
@@ -33,7 +33,7 @@ def unpack(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Te
     return positions, values
 
 
-def wrong(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> bool:
+def wrong(packet: torch.Tensor, cut: RowTopK, dtype: torch.dtype) -> bool:
     """Whether a place lies beyond the parameter, as no rank would send it: in a whole row every place is one of it."""
     if not cut.from_rest:
         return False
@@ -41,7 +41,7 @@ def wrong(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> bool:
     return bool((places.to(torch.int32).bitwise_and_(COLUMNS - 1) >= cut.rest).any())
 
 
-def parts(packet: torch.Tensor, cut: Cut, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(packet: torch.Tensor, cut: RowTopK, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A packet's places and values, where they lie."""
     start = _padded(2 * cut.entries)
     places = packet[: 2 * cut.entries].view(torch.int16)

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-from scrimp.chunks._arena import arena
+from scrimp.chunks import arena
 from scrimp.errors import RunError
 
-KINDS = ("fp32", "bf16", "int8")
+RESIDUAL_KINDS = ("fp32", "bf16", "int8")
 BLOCK, STEPS = 64, 127
 
 
@@ -56,8 +56,8 @@ def residual_tensors(kind: str, numel: int) -> dict[str, tuple[int, torch.dtype]
     if kind == "int8":
         blocks = -(-numel // BLOCK)
         return {"codes": (blocks * BLOCK, torch.int8), "scales": (blocks, torch.float32)}
-    if kind not in KINDS:
-        raise RunError(f"residual={kind!r} is not possible; there are {', '.join(map(repr, KINDS))}")
+    if kind not in RESIDUAL_KINDS:
+        raise RunError(f"residual={kind!r} is not possible; there are {', '.join(map(repr, RESIDUAL_KINDS))}")
     return {"values": (numel, torch.float32 if kind == "fp32" else torch.bfloat16)}
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from scrimp.exchange._cut import COLUMNS, Cut
-from scrimp.exchange._native_select import native_select, takes
+from scrimp.exchange._native_select import host_selection, takes
+from scrimp.exchange._row_topk import COLUMNS, RowTopK
 
 
-def select(values: torch.Tensor, how: Cut) -> torch.Tensor:
+def select_topk(values: torch.Tensor, how: RowTopK) -> torch.Tensor:
     """Positions of the largest of a flat tensor, row after row, int64; in no order within a row. Never one twice."""
     if how.everything:
         return torch.arange(how.numel, device=values.device)
-    kernel = native_select() if takes([values]) else None
+    kernel = host_selection() if takes([values]) else None
     return select_by_torch(values, how) if kernel is None else kernel.select(values, how)
 
 
-def select_by_torch(values: torch.Tensor, how: Cut) -> torch.Tensor:
+def select_by_torch(values: torch.Tensor, how: RowTopK) -> torch.Tensor:
     rows, border = how.rows, how.rows * COLUMNS
     found = []
     if rows:

@@ -1,8 +1,8 @@
 """The device's way to send and to apply, by a few Triton kernels (`_select_kernels.py`): exactly what `_select.py`, `_packet.py`
 and `_bucket.py` do with torch, in five passes over the residual, straight into the packet, and without waiting for the device.
 
-`fused` gives them where Triton is, where they compile, and where a trial has the bits that torch has; torch's way is for
-everywhere else.
+`device_selection` gives them where Triton is, where they compile, and where a trial has the bits that torch has; torch's way is
+for everywhere else.
 Of equal magnitudes the first in a row are sent, where torch's choice is open; places are in ascending order.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from scrimp.chunks._settle import kernel_or_reason, triton_at_hand
-from scrimp.exchange._cut import COLUMNS, Cut, cut
+from scrimp.chunks import kernel_or_reason, triton_at_hand
 from scrimp.exchange._packet import packet_nbytes, parts, unpack
+from scrimp.exchange._row_topk import COLUMNS, RowTopK, row_topk
 
 SPLITS, BINS = 8, 256  # as in the kernels: chunks of a row, and what a digit can be
 DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))  # of a magnitude's bits: the lowest, and how many
@@ -53,12 +53,12 @@ class FusedExchange:
             self.kernels.accumulate[(-(-numel // BLOCK),)](
                 gradient, residual if momentum is None else momentum, residual,
                 residual if sound is None else sound.view(torch.uint8), numel, float(carry), float(rate),
-                buffered=momentum is not None, whole=whole or momentum is None, judged=sound is not None, block=BLOCK,
+                buffered=momentum is not None, whole=whole or momentum is None, checked=sound is not None, block=BLOCK,
                 num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
     def send(
-        self, residual: torch.Tensor, how: Cut, packet: torch.Tensor, dtype: torch.dtype, masked: torch.Tensor | None = None
+        self, residual: torch.Tensor, how: RowTopK, packet: torch.Tensor, dtype: torch.dtype, masked: torch.Tensor | None = None
     ) -> None:
         """The largest of a fp32 residual into a packet's bytes; from here on they are gone. `masked`: the momentum, which is
         0 there from now on."""
@@ -86,7 +86,7 @@ class FusedExchange:
             )  # fmt: skip
 
     def apply(
-        self, packet: torch.Tensor, how: Cut, dtype: torch.dtype, into: torch.Tensor, share: float,
+        self, packet: torch.Tensor, how: RowTopK, dtype: torch.dtype, into: torch.Tensor, share: float,
         wrong: torch.Tensor | None = None, *, weight: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """`share` times one rank's packet onto a flat fp32 tensor, and what has changed into `weight` too. `wrong`, an int32
@@ -121,13 +121,13 @@ def _check_as(first: torch.Tensor, tensor: torch.Tensor, dtypes: tuple[torch.dty
         )
 
 
-def fused(device: torch.device, dtype: torch.dtype) -> FusedExchange | None:
-    """The kernels, tried with values of that type; `why_not` says why there are none."""
+def device_selection(device: torch.device, dtype: torch.dtype) -> FusedExchange | None:
+    """The kernels, tried with values of that type; `why_no_device_selection` says why there are none."""
     found = _settled(device, dtype)
     return found if isinstance(found, FusedExchange) else None
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def why_no_device_selection(device: torch.device, dtype: torch.dtype) -> str | None:
     found = _settled(device, dtype)
     return found if isinstance(found, str) else None
 
@@ -158,7 +158,7 @@ def _tried(kernel: FusedExchange, device: torch.device, dtype: torch.dtype) -> b
     from scrimp.exchange._select import take
 
     random = torch.Generator().manual_seed(0)
-    how = cut(TRIED, 0.01)
+    how = row_topk(TRIED, 0.01)
     gradient, u, v = (torch.randn(TRIED, generator=random, dtype=torch.float32, device="cpu").to(device) for _ in range(3))
     v[:COLUMNS] = (v[:COLUMNS] * 4).round()  # ties, of which only the first are sent
     gradient[:COLUMNS] = u[:COLUMNS] = 0

@@ -225,25 +225,25 @@ def accumulate(
     rate: tl.float32,
     buffered: tl.constexpr,
     whole: tl.constexpr,
-    judged: tl.constexpr,
+    checked: tl.constexpr,
     block: tl.constexpr,
 ):
     """The momentum becomes `carry` times itself and the gradient; with the step's gradient `whole`, the residual takes `rate`
-    times it. If the gradient is `judged` and not `sound`, it counts as 0."""
+    times it. If the gradient is `checked` and not `sound`, it counts as 0."""
     start = tl.program_id(0).to(tl.int64) * block
     at = start + tl.arange(0, block)
     if start + block <= numel:
-        _accumulate(gradient, momentum, residual, sound, carry, rate, buffered, whole, judged, at, None)
+        _accumulate(gradient, momentum, residual, sound, carry, rate, buffered, whole, checked, at, None)
     else:
-        _accumulate(gradient, momentum, residual, sound, carry, rate, buffered, whole, judged, at, at < numel)
+        _accumulate(gradient, momentum, residual, sound, carry, rate, buffered, whole, checked, at, at < numel)
 
 
 @triton.jit
 def _accumulate(
-    gradient, momentum, residual, sound, carry, rate, buffered: tl.constexpr, whole: tl.constexpr, judged: tl.constexpr, at, mask
+    gradient, momentum, residual, sound, carry, rate, buffered: tl.constexpr, whole: tl.constexpr, checked: tl.constexpr, at, mask
 ):
     g = tl.load(gradient + at, mask).to(tl.float32)
-    if judged:
+    if checked:
         g = tl.where(tl.load(sound) != 0, g, 0.0)
     if buffered:
         g = tl.load(momentum + at, mask) * carry + g

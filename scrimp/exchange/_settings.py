@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scrimp.chunks._store import DTYPES
+from scrimp.chunks import DTYPES
 from scrimp.errors import RunError
 from scrimp.exchange._bucket import SMALL
-from scrimp.exchange._residual import KINDS
+from scrimp.exchange._residual import RESIDUAL_KINDS
 
 VALUES = (*DTYPES,)
-PLACES = ("device", "host")
+RESIDUAL_PLACES = ("device", "host")
 AUTO, WEIGHT = "auto", "weight"
 OF = ("update", "gradient")
 START = 0.25  # the density that a warm-up begins with
@@ -54,10 +54,15 @@ class Sparse:
 
     def __post_init__(self) -> None:
         if self.residual == WEIGHT:
-            object.__setattr__(self, "residual", KINDS[0])
+            object.__setattr__(self, "residual", RESIDUAL_KINDS[0])
         if not 0 < self.density <= 1:
             raise RunError(f"Sparse(density={self.density!r}) is not possible: more than 0, at most 1")
-        for name, known in (("values", VALUES), ("residual", (*KINDS, AUTO)), ("place", (*PLACES, AUTO)), ("of", OF)):
+        for name, known in (
+            ("values", VALUES),
+            ("residual", (*RESIDUAL_KINDS, AUTO)),
+            ("place", (*RESIDUAL_PLACES, AUTO)),
+            ("of", OF),
+        ):
             if getattr(self, name) not in known:
                 there = ", ".join(map(repr, known))
                 raise RunError(f"Sparse({name}={getattr(self, name)!r}) is not possible; there are {there}")
@@ -68,7 +73,7 @@ class Sparse:
     @property
     def least_residual(self) -> str:
         """The kind that takes the least memory of those that are allowed."""
-        return KINDS[-1] if self.residual == AUTO else self.residual
+        return RESIDUAL_KINDS[-1] if self.residual == AUTO else self.residual
 
     def density_at(self, step: int) -> float:
         return density_at(step, self.density, self.warm_up)

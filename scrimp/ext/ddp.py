@@ -16,15 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scrimp.chunks._store import DTYPES as VALUES
+from scrimp.chunks import DTYPES as VALUES
 from scrimp.errors import RunError
-from scrimp.exchange._arrived import average
-from scrimp.exchange._bucket import PRESENT, Bucket, all_finite, complaint, plan_bucket, put, seal
-from scrimp.exchange._kept import Kept, Momentum, finite
-from scrimp.exchange._packet import unpack
-from scrimp.exchange._residual import residual as make_residual
-from scrimp.exchange._select import select
-from scrimp.exchange._settings import density_at
+from scrimp.exchange import (
+    PRESENT,
+    Bucket,
+    ErrorFeedback,
+    Momentum,
+    all_finite,
+    average_onto,
+    density_at,
+    finite,
+    plan_bucket,
+    put_part,
+    row_error,
+    seal,
+    select_topk,
+    unpack,
+)
+from scrimp.exchange import residual as make_residual
 
 
 class SparseState:
@@ -57,7 +67,7 @@ class SparseState:
         self.density, self.momentum, self.masking, self.warm_up = density, momentum, masking, warm_up
         self.values, self.residual, self.small, self.group = VALUES[values], residual, small, group
         self.step = 0
-        self.kept: dict[str, Kept] = {}
+        self.kept: dict[str, ErrorFeedback] = {}
         self.after: dict[str, torch.Tensor] = {}  # momentum of what travels whole: after the exchange, the same everywhere
 
     @property
@@ -65,14 +75,14 @@ class SparseState:
         """The density of this step."""
         return density_at(self.step, self.density, self.warm_up)
 
-    def of(self, name: str) -> Kept:
+    def of(self, name: str) -> ErrorFeedback:
         if name not in self.kept:
             numel, device = self._shapes[name]
             seed = (dist.get_rank(self.group) << 32) + zlib.crc32(name.encode())
             rest = make_residual(self.residual, numel, device, seed)
             states = [torch.zeros(numel, device=device)] if self.momentum else []
             rule = Momentum(momentum=self.momentum)
-            self.kept[name] = Kept(rule=rule, states=states, rest=rest, numel=numel, masking=self.masking)
+            self.kept[name] = ErrorFeedback(rule=rule, states=states, rest=rest, numel=numel, masking=self.masking)
         return self.kept[name]
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,8 +137,8 @@ def sparse_hook(
     row, sent = plan.row(buffer.device), []
     for part, flat in zip(plan.parts if sound else (), flats, strict=False):
         if part.how is None or part.how.everything:
-            positions = None if part.how is None else select(flat, part.how)
-            put(row, part, positions, flat, state.values)
+            positions = None if part.how is None else select_topk(flat, part.how)
+            put_part(row, part, positions, flat, state.values)
             continue
         rate = 1.0  # the optimizer has it
         state.of(part.name).send_into(row[part.start : part.stop], flat, part.how, state.values, rate)
@@ -149,7 +159,7 @@ def sparse_hook(
         means = {
             part.name: flat if flat.dtype == torch.float32 else flat.float() for part, flat in zip(plan.parts, flats, strict=True)
         }
-        trouble = average(came, plan, lambda part: means[part.name].zero_())
+        trouble = average_onto(came, plan, lambda part: means[part.name].zero_())
         if trouble is not None:
             raise RunError(f"step {step}: {trouble}")
         for part, gradient in zip(plan.parts, gradients, strict=True):
@@ -167,6 +177,6 @@ _planned = lru_cache(maxsize=256)(plan_bucket)  # the same in every step, but fo
 
 def _check(came: torch.Tensor, plan: Bucket, step: int) -> None:
     for rank in range(came.shape[0]):
-        trouble = complaint(came[rank], step)
+        trouble = row_error(came[rank], step)
         if trouble is not None:
             raise RunError(f"step {step}, {plan.parts[0].name} to {plan.parts[-1].name}: the packet of rank {rank} {trouble}")

@@ -20,10 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from scrimp.cluster import Cluster
 from scrimp.errors import MoveError
 from scrimp.ext._dtensor_private import shard_order
-from scrimp.layout import Box, Layout, Mesh
-from scrimp.layout._mesh import AXIS_NAME
-from scrimp.move import synthesize
-from scrimp.move.run import run, run_between
+from scrimp.layout import AXIS_NAME, Box, Layout, Mesh
+from scrimp.move import run_between, run_program, synthesize
 
 
 def redistribute(
@@ -100,7 +98,7 @@ def _move(dtensor: DTensor, goal: tuple[Placement, ...], cluster: Cluster | None
     )
     if flat:
         program = synthesize(shape, mesh, source, target, dtype=local.dtype, cluster=cluster, direct=direct)
-        local = run(program, local, group=device_mesh)
+        local = run_program(program, local, group=device_mesh)
     else:
         key = hashlib.sha256(f"{mesh} {shape} {source} {target} {local.dtype}".encode()).hexdigest()
         sums = tuple(axis for axis in source.partial if axis not in target.partial)

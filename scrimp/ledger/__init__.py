@@ -1,6 +1,35 @@
-"""Bytes by kind and tier: what is held now, what was held at the peak, and when that was."""
+"""Ledgers: bytes by kind and tier, now and at the peak.
 
-from scrimp.ledger._ledger import KINDS, Books, Ledger, Snapshot
-from scrimp.ledger._sizes import format_least, format_nbytes, parse_nbytes
+In:   charges and frees of named kinds.
+Out:  totals that add up; the peak, and when it was. Predicted and measured ledgers are the same class.
+
+    _ledger.py  `Ledger` (one tier) and `Books` (all tiers)
+    _sizes.py   sizes as people write them: "24 GiB"
+
+Tests of ledger: tests/chunks/meter/test_cpu.py
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scrimp._lazy import lazily
+
+if TYPE_CHECKING:
+    from scrimp.ledger._ledger import KINDS, Books, Ledger, Snapshot
+    from scrimp.ledger._sizes import format_least, format_nbytes, parse_nbytes
 
 __all__ = ["KINDS", "Books", "Ledger", "Snapshot", "format_least", "format_nbytes", "parse_nbytes"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "KINDS": "scrimp.ledger._ledger",
+        "Books": "scrimp.ledger._ledger",
+        "Ledger": "scrimp.ledger._ledger",
+        "Snapshot": "scrimp.ledger._ledger",
+        "format_least": "scrimp.ledger._sizes",
+        "format_nbytes": "scrimp.ledger._sizes",
+        "parse_nbytes": "scrimp.ledger._sizes",
+    },
+)

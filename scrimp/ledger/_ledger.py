@@ -42,7 +42,7 @@ class Ledger:
     now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     total_nbytes: int = 0
     peak: Snapshot = field(default_factory=lambda: Snapshot(by_kind=(), when="at the start"))
-    moment: str = "at the start"
+    when: str = "at the start"
 
     @property
     def peak_nbytes(self) -> int:
@@ -66,7 +66,7 @@ class Ledger:
         self.now[target] += nbytes
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(by_kind=tuple(self.now.items()), when=self.moment)
+        return Snapshot(by_kind=tuple(self.now.items()), when=self.when)
 
     def reset_peak(self) -> None:
         self.peak = self.snapshot()

@@ -1,7 +1,58 @@
-"""Layout -> layout: synthesise a program of collectives, check it, simulate it, run it."""
+"""Moves: redistribution of a sharded array by a synthesised program of collectives with a bounded peak.
 
-from scrimp.move._cost import MoveCost, MoveCosts
-from scrimp.move._program import Program, Step
-from scrimp.move._synthesize import lower_bound_numel, synthesize
+In:   two layouts of one array on one mesh.
+Out:  a `Program`: collectives that never hold more than the larger of both ends, checked before it runs.
 
-__all__ = ["MoveCost", "MoveCosts", "Program", "Step", "lower_bound_numel", "synthesize"]
+    [x,-] ──all_to_all──> [-,x] ──all_gather──> [-,-]        peak <= max(source, target)
+
+Read in this order:
+
+    program.py    `Program`: steps with their cost, `run`, `to_json`
+    plan/         atoms and the search space, the search in normal form, exact prices, `synthesize`
+    checker.py    the proof: every step obeys its typing rule and the chain ends in the target
+    simulator.py  all ranks in one process: the oracle of the executor
+    run/          the executor on torch.distributed: ranks compare programs first; many arrays in few calls
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scrimp._lazy import lazily
+
+if TYPE_CHECKING:
+    from scrimp.move.plan.cost import MoveCost, MoveCosts
+    from scrimp.move.plan.dtypes import ITEMSIZE
+    from scrimp.move.plan.synthesize import clear_program_cache, lower_bound_numel, synthesize
+    from scrimp.move.plan.tiles import tiles
+    from scrimp.move.program import Program, Step
+    from scrimp.move.run.comm import end_group
+    from scrimp.move.run.many import redistribute_many
+    from scrimp.move.run.run import run_between, run_program
+    from scrimp.move.run.torch_private import default_store, group_timeout
+
+__all__ = [
+    "ITEMSIZE", "MoveCost", "MoveCosts", "Program", "Step", "clear_program_cache", "default_store", "end_group",
+    "group_timeout", "lower_bound_numel", "redistribute_many", "run_between", "run_program", "synthesize", "tiles",
+]  # fmt: skip
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "MoveCost": "scrimp.move.plan.cost",
+        "MoveCosts": "scrimp.move.plan.cost",
+        "ITEMSIZE": "scrimp.move.plan.dtypes",
+        "clear_program_cache": "scrimp.move.plan.synthesize",
+        "lower_bound_numel": "scrimp.move.plan.synthesize",
+        "synthesize": "scrimp.move.plan.synthesize",
+        "tiles": "scrimp.move.plan.tiles",
+        "Program": "scrimp.move.program",
+        "Step": "scrimp.move.program",
+        "end_group": "scrimp.move.run.comm",
+        "redistribute_many": "scrimp.move.run.many",
+        "run_between": "scrimp.move.run.run",
+        "run_program": "scrimp.move.run.run",
+        "default_store": "scrimp.move.run.torch_private",
+        "group_timeout": "scrimp.move.run.torch_private",
+    },
+)

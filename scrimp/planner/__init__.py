@@ -1,13 +1,100 @@
-"""The sharding of every operator that needs the least memory, then the least time."""
+"""The planner: every operator's sharding by an integer program that minimises peak memory, then time.
 
-from scrimp.planner._backend import solver_name
-from scrimp.planner._evaluate import Evaluation, evaluate, held_nbytes
-from scrimp.planner._found import Phase
-from scrimp.planner._frontier import frontier
-from scrimp.planner._problem import Edge, Hold, Node, PairHold, Problem
-from scrimp.planner._solve import Solution, solve
+In:   a model (or a captured `Graph`), a batch, a `Cluster`, a memory limit.
+Out:  a `Plan`: the layout of every tensor, predicted bytes and seconds, and a proven optimality gap.
+
+    capture ──> shard ──> cost ──> build ──> solve ──> report
+    (Graph)    options    moves    Problem   choice     Plan
+
+    minimise  peak = max over points t of  sum of bytes held at t        first
+              time = sum of operator seconds + move seconds              then, with the peak bounded
+
+Read in this order:
+
+    api.py      `plan`: the whole of it in one screen
+    validate.py, micro_batches.py, deadline.py, host_tier.py    arguments, micro-batches, the time limit, advice
+    shard/      dims as products of atoms; operators that split alike become one group; what a group may choose
+    cost/       seconds and bytes of a move, of states at rest (ZeRO levels), of saved activations
+    build/      the problem: nodes, edges and holds, from the layers of a model
+    solver/     the integer program without torch: presolve, linear program, local search, branch and bound, Pareto front
+    large/      the same for tens of thousands of distinct nodes: propagation, contraction, descent over trees
+    mesh/       the search on one mesh with many axes, and its lower bound
+    pipeline/   stages, micro-batch schedules, and where to cut the model
+    answers/    `Plan`, explain, diff, what_if, operators that stay unsharded
+    baselines/  Megatron-LM, data parallelism and ZeRO as plans of the same memory model
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scrimp._lazy import lazily
+
+if TYPE_CHECKING:
+    from scrimp.planner.answers.from_solution import memory_of
+    from scrimp.planner.answers.plan import Plan, PlannedLayers
+    from scrimp.planner.answers.what_if import change_of
+    from scrimp.planner.api import captured, limit_of, plan
+    from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, compare
+    from scrimp.planner.build.assembly import Assembly
+    from scrimp.planner.build.on_mesh import Layers, OnMesh
+    from scrimp.planner.cost.activation_policy import KEEP, WAYS
+    from scrimp.planner.cost.zero_levels import precision_of
+    from scrimp.planner.pipeline.plan import schedules
+    from scrimp.planner.pipeline.stage_devices import stage_cluster, whole_mesh
+    from scrimp.planner.solver.backend import solver_name
+    from scrimp.planner.solver.evaluate import Evaluation, evaluate, held_nbytes
+    from scrimp.planner.solver.found import Phase
+    from scrimp.planner.solver.pareto import frontier
+    from scrimp.planner.solver.problem import Edge, Hold, Node, PairHold, Problem
+    from scrimp.planner.solver.solve import Solution, solve
+    from scrimp.planner.validate import check_names
 
 __all__ = [
-    "Edge", "Evaluation", "Hold", "Node", "PairHold", "Phase", "Problem", "Solution", "evaluate", "frontier", "held_nbytes",
-    "solve", "solver_name",
+    "BASELINES", "DATA", "KEEP", "TENSOR", "WAYS", "Assembly", "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "Layers",
+    "Node", "OnMesh", "PairHold", "Phase", "Plan", "PlannedLayers", "Problem", "Solution", "captured", "change_of",
+    "check_names", "compare", "evaluate", "frontier", "held_nbytes", "limit_of", "memory_of", "plan", "precision_of",
+    "schedules", "solve", "solver_name", "stage_cluster", "whole_mesh",
 ]  # fmt: skip
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "memory_of": "scrimp.planner.answers.from_solution",
+        "Plan": "scrimp.planner.answers.plan",
+        "PlannedLayers": "scrimp.planner.answers.plan",
+        "change_of": "scrimp.planner.answers.what_if",
+        "captured": "scrimp.planner.api",
+        "limit_of": "scrimp.planner.api",
+        "plan": "scrimp.planner.api",
+        "BASELINES": "scrimp.planner.baselines.compare",
+        "DATA": "scrimp.planner.baselines.compare",
+        "TENSOR": "scrimp.planner.baselines.compare",
+        "Comparison": "scrimp.planner.baselines.compare",
+        "Drawn": "scrimp.planner.baselines.compare",
+        "compare": "scrimp.planner.baselines.compare",
+        "Assembly": "scrimp.planner.build.assembly",
+        "Layers": "scrimp.planner.build.on_mesh",
+        "OnMesh": "scrimp.planner.build.on_mesh",
+        "KEEP": "scrimp.planner.cost.activation_policy",
+        "WAYS": "scrimp.planner.cost.activation_policy",
+        "precision_of": "scrimp.planner.cost.zero_levels",
+        "schedules": "scrimp.planner.pipeline.plan",
+        "stage_cluster": "scrimp.planner.pipeline.stage_devices",
+        "whole_mesh": "scrimp.planner.pipeline.stage_devices",
+        "solver_name": "scrimp.planner.solver.backend",
+        "Evaluation": "scrimp.planner.solver.evaluate",
+        "evaluate": "scrimp.planner.solver.evaluate",
+        "held_nbytes": "scrimp.planner.solver.evaluate",
+        "Phase": "scrimp.planner.solver.found",
+        "frontier": "scrimp.planner.solver.pareto",
+        "Edge": "scrimp.planner.solver.problem",
+        "Hold": "scrimp.planner.solver.problem",
+        "Node": "scrimp.planner.solver.problem",
+        "PairHold": "scrimp.planner.solver.problem",
+        "Problem": "scrimp.planner.solver.problem",
+        "Solution": "scrimp.planner.solver.solve",
+        "solve": "scrimp.planner.solver.solve",
+        "check_names": "scrimp.planner.validate",
+    },
+)

@@ -8,9 +8,9 @@ Models are loaded when first used, so that `config` and `names` need no torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from scrimp._lazy import lazily
 from scrimp.zoo.configs import (
     BertConfig,
     Config,
@@ -25,10 +25,10 @@ from scrimp.zoo.configs import (
 )
 
 if TYPE_CHECKING:
-    from scrimp.zoo._build import build, example_batch
+    from scrimp.zoo._build import build, example_batch, example_on_meta
     from scrimp.zoo.bert import Bert
     from scrimp.zoo.gpt import GPT
-    from scrimp.zoo.grammar import Grammar
+    from scrimp.zoo.grammar import Grammar, generator
     from scrimp.zoo.images import Images
     from scrimp.zoo.llama import Llama
     from scrimp.zoo.moe import MoE
@@ -38,18 +38,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPT", "VGG", "Bert", "BertConfig", "Config", "GPTConfig", "Grammar", "Images", "Llama", "LlamaConfig", "MoE", "MoEConfig",
-    "ResNet", "ResNetConfig", "VGGConfig", "ViT", "ViTConfig", "build", "config", "example_batch", "names",
+    "ResNet", "ResNetConfig", "VGGConfig", "ViT", "ViTConfig", "build", "config", "example_batch", "example_on_meta",
+    "generator", "names",
 ]  # fmt: skip
 
-_HOME = {
-    "Bert": "bert", "GPT": "gpt", "Grammar": "grammar", "Images": "images", "Llama": "llama", "MoE": "moe", "ResNet": "resnet",
-    "VGG": "vgg", "ViT": "vit", "build": "_build", "example_batch": "_build",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'scrimp.zoo' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"scrimp.zoo.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(
+    __name__,
+    {
+        "Bert": "scrimp.zoo.bert",
+        "GPT": "scrimp.zoo.gpt",
+        "Grammar": "scrimp.zoo.grammar",
+        "Images": "scrimp.zoo.images",
+        "Llama": "scrimp.zoo.llama",
+        "MoE": "scrimp.zoo.moe",
+        "ResNet": "scrimp.zoo.resnet",
+        "VGG": "scrimp.zoo.vgg",
+        "ViT": "scrimp.zoo.vit",
+        "build": "scrimp.zoo._build",
+        "example_batch": "scrimp.zoo._build",
+        "example_on_meta": "scrimp.zoo._build",
+        "generator": "scrimp.zoo.grammar",
+    },
+)

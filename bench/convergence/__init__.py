@@ -1,0 +1,1 @@
+"""`python -m bench.convergence`; see `command.py`."""

@@ -1,0 +1,5 @@
+"""`python -m bench.convergence`."""
+
+from bench.convergence.command import main
+
+main()

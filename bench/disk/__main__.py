@@ -1,0 +1,5 @@
+"""`python -m bench.disk`."""
+
+from bench.disk.command import main
+
+main()

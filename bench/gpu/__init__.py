@@ -1,0 +1,1 @@
+"""`python -m bench.gpu`; see `command.py`."""

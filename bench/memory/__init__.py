@@ -1,0 +1,1 @@
+"""`python -m bench.memory`; see `command.py`."""

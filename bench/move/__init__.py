@@ -1,0 +1,1 @@
+"""`python -m bench.move`; see `command.py`."""

@@ -1,0 +1,5 @@
+"""`python -m bench.move`."""
+
+from bench.move.command import main
+
+raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""`python -m bench.network`; see `command.py`."""

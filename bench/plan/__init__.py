@@ -1,0 +1,1 @@
+"""`python -m bench.plan`; see `command.py`."""

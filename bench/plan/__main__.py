@@ -1,0 +1,5 @@
+"""`python -m bench.plan`."""
+
+from bench.plan.command import main
+
+main()

@@ -1,0 +1,1 @@
+"""`python -m bench.selection`; see `command.py`."""

@@ -1,0 +1,5 @@
+"""`python -m bench.selection`."""
+
+from bench.selection.command import main
+
+main()

@@ -1,0 +1,1 @@
+"""`python -m bench.solver`; see `command.py`."""

@@ -1,0 +1,5 @@
+"""`python -m bench.solver`."""
+
+from bench.solver.command import main
+
+main()

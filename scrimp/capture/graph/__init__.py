@@ -1,0 +1,1 @@
+"""The captured graph, as frozen dataclasses."""

@@ -1,0 +1,1 @@
+"""A layer's forward and backward as one graph."""

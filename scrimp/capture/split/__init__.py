@@ -1,0 +1,1 @@
+"""Cutting the traced graph into layers."""

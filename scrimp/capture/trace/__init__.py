@@ -1,0 +1,1 @@
+"""Tracing a model's forward on fake tensors."""

@@ -1,0 +1,84 @@
+"""Fakes on "cpu" in the place of a model's tensors and of a batch's: shapes without bytes, whatever device they are on.
+
+On "cpu", as fakes on "meta" take other kernels (attention falls apart), and fakes on a device that is not there end the
+process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from scrimp.capture.graph.graph import Parameter
+from scrimp.capture.torch_private.joint import FakeTensorMode
+
+
+def fake(mode: FakeTensorMode, like: Tensor, requires_grad: bool | None = None) -> Tensor:
+    """As `like` is, with bytes of its own. A parameter is faked as one."""
+    grad = like.requires_grad if requires_grad is None else requires_grad
+    with mode:
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu", requires_grad=grad)
+        return nn.Parameter(made, requires_grad=grad) if isinstance(like, nn.Parameter) else made
+
+
+def parameters_of(model: nn.Module) -> dict[int, Parameter]:
+    """By the id of the tensor: what is tied has one name, the first."""
+    found: dict[int, Parameter] = {}
+    for name, tensor in model.named_parameters():
+        found[id(tensor)] = _described(name, tensor, buffer=False)
+    for name, held in model.named_buffers():
+        found.setdefault(id(held), _described(name, held, buffer=True))
+    return found
+
+
+def _described(name: str, tensor: Tensor, buffer: bool) -> Parameter:
+    trained = tensor.requires_grad and not buffer
+    return Parameter(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), trained=trained, buffer=buffer)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def stand_ins(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, Parameter]]:
+    """The model with fakes for its parameters and buffers; gives what each fake, by id, is. All comes back at the end."""
+    known = parameters_of(model)
+    fakes: dict[int, Tensor] = {}
+    real: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        real.append((table, name, tensor))  # type: ignore[arg-type]
+                        table[name] = fakes.setdefault(id(tensor), fake(mode, tensor))  # type: ignore[assignment]
+        yield {id(made): known[number] for number, made in fakes.items()}
+    finally:
+        for table, name, tensor in real:
+            table[name] = tensor
+
+
+def batch_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Of each tensor among the inputs, in the order of `pytree.tree_leaves((args, kwargs))`: by the forward's own words."""
+    words = _positions(model, len(args))
+    names = []
+    for path, leaf in pytree.tree_leaves_with_path((tuple(args), dict(kwargs))):
+        if isinstance(leaf, Tensor):
+            which, first, *rest = [str(getattr(key, "idx", getattr(key, "key", key))) for key in path]
+            names.append(".".join([words[int(first)] if which == "0" else first, *rest]))
+    return names
+
+
+def _positions(model: nn.Module, count: int) -> list[str]:
+    names = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    return [names[k] if k < len(names) else f"args.{k}" for k in range(count)]

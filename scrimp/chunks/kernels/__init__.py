@@ -1,0 +1,1 @@
+"""The fused optimizer update: C on the host, Triton on the device."""

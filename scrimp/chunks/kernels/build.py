@@ -1,0 +1,101 @@
+"""A kernel's library: built at first use with the machine's own compiler, kept in the user's cache.
+
+The file's name is a hash of all that goes into it. It appears by a rename, so any number of processes may build it at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("host_update.c")
+INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+MACHINES = {"x86_64": "x86-64", "AMD64": "x86-64", "aarch64": "aarch64"}  # by Python's names
+SECONDS = 120
+
+
+class NoKernelError(Exception):
+    """Why there is none."""
+
+
+def compiler() -> list[str]:
+    """The command, as CC has it or as it is found."""
+    given = shlex.split(os.environ.get("CC", ""))
+    for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
+        if found := shutil.which(command[0]):
+            return [found, *command[1:]]
+    raise NoKernelError(f"no C compiler: CC is {given[0]}, which is not here" if given else "no C compiler (cc, gcc, clang)")
+
+
+def load_library(source: Path = SOURCE) -> tuple[ctypes.CDLL, str]:
+    """The library, and the compiler in words."""
+    if platform.machine() not in MACHINES:
+        raise NoKernelError(f"it is for {' and '.join(dict.fromkeys(MACHINES.values()))}, this is {platform.machine()}")
+    command = compiler()
+    version = _run([*command, "--version"])
+    parts = (*_texts(source), version, " ".join((*command, *FLAGS)), platform.machine())
+    name = f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
+    in_words = (version.strip().splitlines() or [shlex.join(command)])[0]
+    try:
+        return _from(_cache(), name, command, source), in_words
+    except (OSError, RuntimeError):  # not writable, no home, mounted without leave to run what is there
+        pass
+    with tempfile.TemporaryDirectory(prefix="scrimp-") as folder:  # once loaded, the file is not needed
+        return _from(Path(folder), name, command, source), in_words
+
+
+def _texts(source: Path) -> list[str]:
+    """Of the source, and of all that is part of it."""
+    found: dict[Path, str] = {}
+    waiting = [source.resolve()]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found[path] = path.read_text()
+            waiting += [(path.parent / name).resolve() for name in INCLUDE.findall(found[path])]
+    return [found[path] for path in sorted(found)]
+
+
+def _cache() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "scrimp"
+
+
+def _from(folder: Path, name: str, command: list[str], source: Path) -> ctypes.CDLL:
+    path = folder / name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, fresh = tempfile.mkstemp(dir=folder, suffix=".so")
+        os.close(handle)
+        try:
+            _run([*command, *FLAGS, str(source), "-o", fresh, "-lm"])
+            os.replace(fresh, path)
+        finally:
+            Path(fresh).unlink(missing_ok=True)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=SECONDS, env={**os.environ, "LC_ALL": "C"}
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoKernelError(f"{Path(command[0]).name} does not run: {error}") from error
+    if done.returncode:
+        said = " ".join(done.stderr.split())[:300] or "nothing"
+        raise NoKernelError(f"{Path(command[0]).name} ended with {done.returncode} and said: {said}")
+    return done.stdout

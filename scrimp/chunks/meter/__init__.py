@@ -1,0 +1,1 @@
+"""Every byte on the device, measured."""

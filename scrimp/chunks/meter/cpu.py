@@ -1,0 +1,226 @@
+"""The device meter of a machine without a GPU: every CPU storage that an operator makes, from then until it dies.
+
+The autograd engine runs CPU backward in the calling thread, so the mode sees it too. What a kernel makes and frees inside
+one operator is learned by weighing the operator the first time (`meter/op_profile.py`); from then on the budget is asked before
+it runs. Storages of the engine's own (arenas, layer storages, staging) are known beforehand and charged by their owners.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from scrimp.chunks.meter.dispatch_private import PlainMode, Unseen
+from scrimp.chunks.meter.op_profile import Scale, signature_of
+from scrimp.chunks.meter.replayed import Replayed
+from scrimp.ledger import Ledger
+
+WRAPPED_NBYTES = 8
+
+
+class CpuMeter(PlainMode):
+    """Charges the ledger; calls `over(perhaps)` when the total passes the budget; with `perhaps` when it would, if nothing
+    is let go. `peak_nbytes` is the most that was live of what this meter counts since it was last reset."""
+
+    def __init__(self, ledger: Ledger, budget_nbytes: int, over: Callable[[bool], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = ledger
+        self.budget_nbytes = budget_nbytes
+        self.live_nbytes = 0
+        self.peak_nbytes = 0
+        self._over = over
+        self._scale = Scale()
+        self._wrapped_nbytes = 0
+        self._known: dict[int, tuple[str, int]] = {}
+        self._lent: set[int] = set()
+        self._shapes: dict[int, tuple[int, ...]] = {}  # of what is counted
+        self._coming: tuple[int, tuple[int, ...]] = (0, ())  # what the operator that runs now makes
+        self._alive: dict[int, weakref.ref[Any]] = {}  # storages that are counted, each with what is to happen when it dies
+        self._self = weakref.ref(self)  # what is told of a death must not keep the engine alive
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        wrapped, self._wrapped_nbytes = self._wrapped_nbytes, 0
+        self.release(wrapped)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view:  # makes nothing, but may show what no operator has made
+            out = func(*args, **kwargs)
+            self._count_all(out)
+        else:
+            out = self._run(func, args, kwargs)
+        if self.ledger.total_nbytes > self.budget_nbytes:
+            self._over(False)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; the peaks learn what it takes, before it runs if that is known."""
+        signature = signature_of(func, args, kwargs)
+        weight = self._scale.known(signature)
+        if weight is None:
+            self._prepare(self._scale.guess(func, args))
+            out, weight = self._scale.weigh(signature, func, args, kwargs)
+            self._coming = (weight.out_nbytes, weight.out_shape)
+            self._flash(weight.need_nbytes)
+        else:
+            self._coming = (weight.out_nbytes, weight.out_shape)
+            self.expect(weight.need_nbytes, "temporaries")
+            out = func(*args, **kwargs)
+        self._coming = (0, ())
+        before = self.live_nbytes
+        self.peak_nbytes = max(self.peak_nbytes, before + weight.need_nbytes)
+        self._count_all(out)
+        if self.live_nbytes - before > weight.need_nbytes:
+            self._scale.forget(signature)
+        # Freed with the graph, but nobody says when: until the end of the step they are too few to matter.
+        if weight.numbers and torch.is_grad_enabled():
+            self._wrapped_nbytes += WRAPPED_NBYTES * weight.numbers
+            self.hold(WRAPPED_NBYTES * weight.numbers)
+        return out
+
+    def expect(self, nbytes: int, kind: str = "parameters") -> None:
+        """So much will be allocated: ask the budget now, and let the ledger's peak know."""
+        total = self.ledger.total_nbytes + nbytes
+        # Else neither the budget nor the ledger's peak has anything to learn of it.
+        if nbytes and (total > self.budget_nbytes or total > self.ledger.peak.nbytes):
+            self._prepare(nbytes)
+            self._flash(nbytes, kind)
+
+    def aside(self, run: Callable[[], None], nbytes: int) -> None:
+        """The engine's own arithmetic, which takes `nbytes` while it runs, and keeps nothing: many small operators, which are
+        not looked at one by one."""
+        self.expect(nbytes, "temporaries")
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + nbytes)
+        with Unseen():
+            run()
+
+    def _flash(self, nbytes: int, kind: str = "temporaries") -> None:
+        """There for so short that only the peak knows of it."""
+        self.ledger.charge(kind, nbytes)
+        try:
+            if self.ledger.total_nbytes > self.budget_nbytes:
+                self._over(False)
+        finally:
+            self.ledger.free(kind, nbytes)
+
+    def _prepare(self, nbytes: int) -> None:
+        """Before anything is charged: what has to go for it was never there together with it."""
+        if self.ledger.total_nbytes + nbytes > self.budget_nbytes:
+            self._over(True)
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """A storage of the engine's own: its owner charges it."""
+        storage = tensor.untyped_storage()
+        self._known[storage._cdata] = ("", 0)
+        weakref.finalize(storage, self._known.pop, storage._cdata, None)
+
+    def _count_all(self, out: Any) -> None:
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.count(leaf)
+
+    def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
+        if not tensor.is_cpu or tensor.layout is not torch.strided:  # a sparse one has no storage; no such gradient is accepted
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or not (nbytes := storage.nbytes()):
+            return
+        self._known[key] = (kind, nbytes)
+        self._shapes[key] = tuple(tensor.shape)
+        self.live_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+        self.ledger.charge(kind, nbytes)
+        self._alive[key] = weakref.ref(storage, partial(_freed, self._self, key))
+
+    def begin(self) -> None: ...
+
+    @contextmanager
+    def allowing(self, nbytes: int) -> Iterator[None]:
+        """With another budget for a while."""
+        before, self.budget_nbytes = self.budget_nbytes, nbytes
+        try:
+            yield
+        finally:
+            self.budget_nbytes = before
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """A batch, for the time of a step: its own bytes, though it may be a part of a larger storage. What is counted already,
+        such as the result of an evaluation, is not counted twice."""
+        if not tensor.is_cpu:
+            return
+        key = tensor.untyped_storage()._cdata
+        if key in self._known and key not in self._lent:
+            return
+        self._lent.add(key)
+        before = self._known.get(key, ("", 0))[1]
+        self._known[key] = ("buffers", before + tensor.nbytes)
+        self.live_nbytes += tensor.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+        self.ledger.charge("buffers", tensor.nbytes)
+
+    def mark_saved(self, tensor: torch.Tensor) -> None:
+        """Autograd keeps it: an activation, no longer a temporary."""
+        key = tensor.untyped_storage()._cdata
+        kind, nbytes = self._known.get(key, ("", 0))
+        if kind == "temporaries":
+            self._known[key] = ("activations", nbytes)
+            self.ledger.move(nbytes, source="temporaries", target="activations")
+
+    def hold(self, nbytes: int) -> None:
+        """Bytes that no operator makes, about to be allocated."""
+        self._prepare(nbytes)
+        self.live_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+        self.ledger.charge("activations", nbytes)
+        if self.ledger.total_nbytes > self.budget_nbytes:
+            self._over(False)
+
+    def release(self, nbytes: int) -> None:
+        self.live_nbytes -= nbytes
+        self.ledger.free("activations", nbytes)
+
+    def replayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """For `checkpoint`: the function, with what is kept to run it again charged."""
+        return Replayed(run, self)
+
+    def reset_peak(self) -> int:
+        """The peak so far; the next one starts from what lives now."""
+        peak, self.peak_nbytes = self.peak_nbytes, self.live_nbytes
+        return peak
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """A batch after its step: it lives on, but is not charged any more, if it was lent."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._lent:
+            self._lent.remove(key)
+            self._freed(key)
+
+    def largest(self) -> tuple[int, tuple[int, ...]]:
+        """Bytes and shape of the largest tensor that is live, or is being made."""
+        live = max(self._shapes, key=lambda key: self._known[key][1], default=None)
+        known = (0, ()) if live is None else (self._known[live][1], self._shapes[live])
+        return max(known, self._coming)
+
+    def close(self) -> None: ...
+
+    def _freed(self, key: int) -> None:
+        kind, nbytes = self._known.pop(key, ("", 0))
+        self._shapes.pop(key, None)
+        self._alive.pop(key, None)
+        if nbytes:
+            self.live_nbytes -= nbytes
+            self.ledger.free(kind, nbytes)
+
+
+def _freed(meter: weakref.ref[CpuMeter], key: int, _: weakref.ref[Any]) -> None:
+    alive = meter()
+    if alive is not None:
+        alive._freed(key)

@@ -1,0 +1,103 @@
+"""What an operator takes while it runs, its outputs and all that its kernel makes and frees, learned by weighing it once.
+
+Shapes, strides and dtypes decide that, so the weight of one call holds for all calls of the same signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from scrimp.chunks.meter.profiler_private import heard, listen
+
+MOST_SIGNATURES = 20_000  # where shapes never repeat, the memory for them must not grow for ever
+GENEROUS = 4  # a product of bf16 matrices, summed in fp32, took 3 times its inputs
+
+
+class Weight(NamedTuple):
+    """`need_nbytes`: the most that was live of what the operator made. `numbers`: how many plain numbers it was given for
+    tensors; torch wraps each in 8 bytes, and autograd may keep them. `out`: the tensor that it makes, if it is one."""
+
+    need_nbytes: int
+    numbers: int
+    out_nbytes: int = 0
+    out_shape: tuple[int, ...] = ()
+
+
+class Scale:
+    def __init__(self) -> None:
+        self._weights: dict[Hashable, Weight] = {}
+        self._most: dict[Any, int] = {}
+
+    def known(self, signature: Hashable) -> Weight | None:
+        try:
+            return self._weights.get(signature)
+        except TypeError:  # an argument that has no hash
+            return None
+
+    def weigh(self, signature: Hashable, func: Any, args: Any, kwargs: Any) -> tuple[Any, Weight]:
+        """Run an operator; its result, and what it took, or 0 where that cannot be known."""
+        need, listening = 0, listen()
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            if listening:
+                need = max(0, *accumulate(heard(), initial=0))
+        dense = isinstance(out, torch.Tensor) and out.layout is torch.strided
+        made = (out.nbytes, tuple(out.shape)) if dense else (0, ())
+        weight = Weight(need, _numbers(func, args), *made)
+        if listening:
+            self._keep(signature, weight)
+            self._most[func] = max(need, self._most.get(func, 0))
+        return out, weight
+
+    def guess(self, func: Any, args: Any) -> int:
+        """For a signature not met before: what the operator took at most so far, or some times what it is given."""
+        return max(GENEROUS * sum(tensor.nbytes for tensor in _tensors(args)), self._most.get(func, 0))
+
+    def forget(self, signature: Hashable) -> None:
+        """Its outputs turned out larger than the weight, so they depend on the data: weigh it again next time."""
+        if self.known(signature):
+            del self._weights[signature]
+
+    def _keep(self, signature: Hashable, weight: Weight) -> None:
+        if len(self._weights) >= MOST_SIGNATURES:
+            self._weights.clear()
+        try:
+            self._weights[signature] = weight
+        except TypeError:
+            return
+
+
+def signature_of(func: Any, args: Any, kwargs: Any) -> Hashable:
+    """What decides how much an operator takes. Floats do not, and may differ at every step: all count as one."""
+    parts: list[Any] = [func]
+    for leaf in (*args, *kwargs, *kwargs.values()) if kwargs else args:
+        if isinstance(leaf, torch.Tensor):
+            parts += _kind(leaf)
+        elif isinstance(leaf, (list, tuple)):
+            parts.append(len(leaf))
+            for part in leaf:
+                parts.append(_kind(part) if isinstance(part, torch.Tensor) else part)
+        else:
+            parts.append(float if isinstance(leaf, float) else leaf)
+    return tuple(parts)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride() if tensor.layout is torch.strided else tensor.layout, tensor.dtype
+
+
+def _numbers(func: Any, args: Any) -> int:
+    wanted = zip(args, func._schema.arguments, strict=False)
+    return sum(isinstance(leaf, (int, float, complex)) and isinstance(want.type, torch.TensorType) for leaf, want in wanted)
+
+
+def _tensors(args: Any) -> Iterator[torch.Tensor]:
+    for leaf in args:
+        for part in leaf if isinstance(leaf, (list, tuple)) else (leaf,):
+            if isinstance(part, torch.Tensor) and part.layout is torch.strided:
+                yield part

@@ -1,0 +1,1 @@
+"""One placement per layer, and the store over all of them."""

@@ -1,0 +1,373 @@
+"""The model's data: a home for each layer, and one flat storage per layer on the device that comes and goes.
+
+A layer's device storage is one object for ever: it is emptied and filled again, so that parameters, and views of them
+that autograd saved, stay valid. A gradient takes the place of its weight, which nobody needs any more in this step. At
+home every layer has weights in compute precision, and fp32 masters and optimizer states for what is trained. In 16 bits
+the gradient takes the weight's slot there too (14 bytes per parameter), unless micro-batches are accumulated; in fp32 the
+weight is its own master and the gradient has an arena of its own (16).
+
+With several ranks each chunk is cut into equal shards, and a rank's home holds its shards alone: a fetch gathers, and
+retiring a layer's gradients reduces and scatters. With one rank a layer whose home is the device *is* its storage there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from scrimp.chunks.store.disk_tier import Spilling, spill_file
+from scrimp.chunks.store.migrate import migrate
+from scrimp.chunks.store.placement import DEVICE, DISK, HOST, STREAMED, Opened, Placement, Tier, optimized, placement_nbytes
+from scrimp.chunks.tables.optimizers import AdamW, Optimizer
+from scrimp.chunks.tables.shards import Shards
+from scrimp.chunks.tables.table import ChunkTable, Slot, runs_of, strides
+from scrimp.chunks.transfer.collectives import Wire
+from scrimp.chunks.transfer.copy_streams import CopyStreams, Event, Traffic
+from scrimp.chunks.transfer.host_arena import arena
+from scrimp.chunks.transfer.staged_copy import carry
+from scrimp.chunks.worker.worker import Gate
+from scrimp.ledger import Books
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Store:
+    """`ranks`: those that train together, where not all of them share homes over the `wire`. `sparse`: what travels between
+    them is few entries of each gradient."""
+
+    def __init__(
+        self,
+        table: ChunkTable,
+        *,
+        precision: str,
+        device: torch.device,
+        optimizer: Optimizer,
+        micro_batches: int,
+        books: Books,
+        wire: Wire,
+        places: list[Tier] | None = None,
+        disk: Path | None = None,
+        ranks: Wire | None = None,
+        sparse: bool = False,
+    ) -> None:
+        self.table = table
+        self.precision = precision
+        self.dtype = DTYPES[precision]
+        self.device = device
+        self.optimizer, self._fields = optimizer, optimizer.fields
+        self.books = books
+        self.ledger = books.device
+        self.wire, self.ranks = wire, ranks or wire
+        self.sparse = sparse
+        # Where a home is on the device, gradients are used up as they come, and have no place there. Adam needs all of a step's.
+        self.consumed = sparse and wire.world == 1 and (micro_batches == 1 or not isinstance(optimizer, AdamW))
+        self.copy_streams = CopyStreams(device)
+        self.traffic = Traffic()
+        self.micro_batches = micro_batches
+        self.pending = False  # gradients wait for an update between calls
+        self.before_change: Callable[[], None] = lambda: None  # the meter looks before what is held changes
+        self.host_room_nbytes: int | None = None  # this rank's share of the host
+        self.own: Callable[[torch.Tensor], None] = lambda _: None  # the meter is told what is not for it to count
+        self.moved: Callable[[int], None] = lambda _: None  # a home was
+        self.residual_bytes: Callable[[int], int] = lambda _: 0  # what comes to the device with a layer's home
+        self.shards = Shards(table=table, world=wire.world, rank=wire.rank)
+        self._disk = disk
+        self._opened: dict[int, Opened] = {}
+        self._arriving: dict[int, list[Event]] = {}
+        self._leaving: dict[int, list[Event]] = {}
+        self._wanted: set[int] = set()  # layers with a place on the device, whose weights are still being updated
+        self._coming_down: dict[int, list[Event]] = {}  # copies down that the host has not waited for
+        self.gates: dict[int, Gate] = {}  # homes that are being updated
+        self._as_gradients = [0] * len(table.layers)  # bytes of a layer's storage that hold gradients now
+        self.flats = [torch.empty(space.numel, dtype=self.dtype_of(k), device=device) for k, space in enumerate(table.layers)]
+        for flat in self.flats:
+            flat.untyped_storage().resize_(0)
+        self.resident = [False] * len(table.layers)
+        self.placements = [self.make_placement(k, tier) for k, tier in enumerate(places or [HOST] * len(table.layers))]
+        self.spill = Spilling(self.placements, self.shards, optimizer.fields, books.host, self.traffic)
+
+    # Sizes.
+
+    def dtype_of(self, layer: int) -> torch.dtype:
+        return torch.float32 if self.table.layers[layer].wide else self.dtype
+
+    def nbytes(self, layer: int) -> int:
+        """What a layer takes on the device while it is there."""
+        return self.table.layers[layer].numel * self.dtype_of(layer).itemsize
+
+    def placement_nbytes(self, layer: int) -> tuple[int, int, int]:
+        """What a layer's home takes: (weights, gradients of their own, masters and states)."""
+        return placement_nbytes(self.shards, layer, self.dtype_of(layer), self._fields, self.micro_batches)
+
+    def device_placement_nbytes(self, layer: int) -> int:
+        """What it costs on the device, beside the layer itself, to have its home there."""
+        weights, gradients, rest = self.placement_nbytes(layer)
+        shared = weights if self.wire.world > 1 else 0
+        return rest + shared + (0 if self.consumed else gradients) + self.residual_bytes(layer)
+
+    def host_nbytes(self) -> int:
+        return self.books.host.total_nbytes
+
+    def anchored(self, layer: int) -> bool:
+        """Its weights are at home in its storage on the device: it never leaves."""
+        return self.placements[layer].tier in (DEVICE, STREAMED) and self.wire.world == 1
+
+    # Homes.
+
+    def make_placement(self, layer: int, tier: Tier) -> Placement:
+        """Zeros; with one rank a home on the device has its weights in the layer's own storage."""
+        dtype, numel, trained = self.dtype_of(layer), self.shards.numel(layer), self.shards.trained_numel(layer)
+        own_master = dtype == torch.float32
+        own_gradients = own_master or self.micro_batches > 1
+        kept = optimized(dtype, self._fields)
+        if tier == DEVICE:
+            if self.wire.world == 1 and not self.resident[layer]:
+                self.open(layer)
+            self.before_change()
+            zeros = partial(torch.zeros, device=self.device)
+            placement = Placement(
+                tier=tier,
+                weights=self.flats[layer] if self.wire.world == 1 else zeros(numel, dtype=dtype),
+                gradients=zeros(trained, dtype=dtype) if own_gradients and not self.consumed else None,
+                master=None,
+            )
+            tensors = [zeros(field.numel(trained), dtype=field.dtype) for field in kept]
+            self.charge_device(layer, 1)
+        else:
+            pinned = self.copy_streams.overlapped
+            placement = Placement(
+                tier=tier,
+                weights=arena(numel, dtype, pinned=pinned),
+                gradients=arena(trained, dtype, pinned=pinned) if own_gradients else None,
+                master=None,
+            )
+            tensors = [] if tier == DISK else [arena(field.numel(trained), field.dtype) for field in kept]
+            self.charge_host(layer, placement, 1)
+        if tier == DISK:
+            assert self._disk is not None
+            placement.file = spill_file(self._disk, kept, trained, f"layer '{self.table.layers[layer].path}'")
+            self.books.disk.charge("optimizer", sum(placement.file.regions.values()))
+        else:
+            placement.master, placement.states = (None, tensors) if own_master else (tensors[0], tensors[1:])
+        return placement
+
+    def charge_device(self, layer: int, sign: int) -> None:
+        """For a home on the device, beside the layer's own storage."""
+        weights, gradients, rest = self.placement_nbytes(layer)
+        change = self.ledger.charge if sign > 0 else self.ledger.free
+        change("optimizer", rest)
+        change("gradients", 0 if self.consumed else gradients)
+        if self.wire.world > 1:
+            change("parameters", weights)
+
+    def charge_host(self, layer: int, placement: Placement, sign: int) -> None:
+        weights, gradients, rest = self.placement_nbytes(layer)
+        change = self.books.host.charge if sign > 0 else self.books.host.free
+        if placement.tier != STREAMED:
+            change("parameters", weights)
+            change("gradients", gradients)
+        if placement.tier != DISK:
+            change("optimizer", rest)
+
+    @contextmanager
+    def opened(self, layer: int, *, write: bool = False, read: bool = True) -> Iterator[Opened]:
+        """A layer's data in memory; from the disk if it is there, unless all of it is about to be written (`read=False`),
+        and back to it with `write`."""
+        if layer in self._opened:
+            yield self._opened[layer]
+            return
+        self.at_rest(layer)
+        with self.spill.staged(self.placements[layer], self.direct(layer), read=read, write=write) as data:
+            self._opened[layer] = data
+            try:
+                yield data
+            finally:
+                del self._opened[layer]
+
+    def wait(self) -> None:
+        """Until nobody is writing to any home, on disk or in memory."""
+        for layer in range(len(self.placements)):
+            self.at_rest(layer)
+        self.spill.wait()
+
+    def at_rest(self, layer: int) -> None:
+        """Nobody is writing to a layer's home any more."""
+        gate = self.gates.get(layer)
+        if gate is not None:
+            gate.wait()
+            self.gates.pop(layer, None)  # not before: who fails here is not to find it open the next time
+        self.arrived_on_host(layer)
+
+    def arrived_on_host(self, layer: int) -> None:
+        """The host may read the gradients that came down; asked by who updates them, or by who waits for that."""
+        for event in self.take_coming_down(layer):
+            event.synchronize()
+
+    def take_coming_down(self, layer: int) -> list[torch.cuda.Event]:
+        """The copies down, for who will wait for them elsewhere."""
+        return [event for event in self._coming_down.pop(layer, []) if event is not None]
+
+    def direct(self, layer: int) -> Opened:
+        """A layer's data where its home has it, without waiting: for who updates it."""
+        return self.placements[layer].opened(layer, self.shards, self._fields)
+
+    def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:
+        self.at_rest(layer)
+        placement = self.placements[layer]
+        arena_of = placement.weights if placement.gradients is None else placement.gradients
+        for _, span in self.shards.pieces(layer, slot):
+            yield arena_of[span]
+
+    def adopt(self, layer: int, slot: Slot, values: torch.Tensor) -> None:
+        """Take a parameter's values over."""
+        source = values.detach().reshape(-1)
+        with self.opened(layer, write=True) as data:
+            for piece in data.pieces(slot):
+                carry(piece.weight, source[piece.inside])
+                if slot.trainable and not data.own_master:
+                    carry(piece.master, source[piece.inside])
+
+    def restore(self, layer: int, slots: list[Slot]) -> None:
+        """After a skipped update: the weights again, where their gradients stood."""
+        if self.placements[layer].gradients is None:
+            with self.opened(layer) as data:
+                for piece in (piece for slot in slots for piece in data.pieces(slot)):
+                    piece.weight.copy_(piece.master)
+            self.settled(layer)
+
+    def settled(self, layer: int) -> None:
+        """A layer that stays on the device holds weights again, not gradients."""
+        self.ledger.move(self._as_gradients[layer], source="gradients", target="parameters")
+        self._as_gradients[layer] = 0
+
+    def migrate(self, layer: int, tier: Tier) -> None:
+        """Between host and device, all of it or, where it is to pass through, just its weights."""
+        migrate(self, layer, tier)
+        self.moved(layer)
+
+    def passed(self, layer: int, updated: Event, placement: Event) -> None:
+        """A layer is being updated on the device: its weights are new, and its states at home, after these."""
+        self._arriving[layer] = [updated]
+        self._coming_down[layer] = [placement]
+
+    # Layers on the device.
+
+    def device_view(self, layer: int, slot: Slot) -> torch.Tensor:
+        return self.flats[layer].as_strided(slot.shape, strides(slot.shape), slot.start)
+
+    def open(self, layer: int) -> None:
+        """Room for a layer on the device, with nothing in it."""
+        nbytes, padding = self.nbytes(layer), self._padding_nbytes(layer)
+        self.before_change()
+        self.flats[layer].untyped_storage().resize_(nbytes)
+        self.ledger.charge("parameters", nbytes - padding)
+        self.ledger.charge("padding", padding)
+        self.resident[layer] = True
+
+    def fetch(self, layer: int) -> None:
+        """Bring a layer; `arrived` before it is used."""
+        if self.resident[layer]:
+            return
+        self.open(layer)
+        placement = self.placements[layer]
+        if self.wire.world == 1:
+            gate = self.gates.get(layer)
+            if gate is None or gate.open:
+                self._send(layer)
+            else:
+                self._wanted.add(layer)  # its place is there, its weights will be
+            return
+        self.at_rest(layer)
+        for (start, stop), shard in zip(self.table.chunks(layer), self.shards.chunks(layer), strict=True):
+            self.wire.gather(placement.weights[shard], self.flats[layer][start:stop])
+            if placement.tier != DEVICE:
+                self.traffic.up_nbytes += placement.weights[shard].nbytes
+
+    def _send(self, layer: int) -> None:
+        self.at_rest(layer)
+        weights = self.placements[layer].weights
+        self._arriving[layer] = [self.copy_streams.up(self.flats[layer], weights)]
+        self.traffic.up_nbytes += weights.nbytes
+
+    def arrived(self, layer: int) -> None:
+        if layer in self._wanted:
+            self._wanted.remove(layer)
+            self._send(layer)
+        if layer in self.gates and self.anchored(layer):
+            self.gates[layer].wait()
+            self.gates.pop(layer, None)
+        for event in self._arriving.pop(layer, []):
+            self.copy_streams.wait(event)
+
+    def drop(self, layer: int) -> None:
+        """Let a layer go, after what is still copying it."""
+        if not self.resident[layer] or self.anchored(layer):
+            return
+        self._wanted.discard(layer)
+        self.arrived(layer)
+        for event in self._leaving.pop(layer, []):
+            self.copy_streams.wait(event)
+        self.before_change()
+        self.flats[layer].untyped_storage().resize_(0)
+        padding, gradients = self._padding_nbytes(layer), self._as_gradients[layer]
+        self.ledger.free("parameters", self.nbytes(layer) - padding - gradients)
+        self.ledger.free("gradients", gradients)
+        self.ledger.free("padding", padding)
+        self._as_gradients[layer] = 0
+        self.resident[layer] = False
+
+    # Gradients.
+
+    def receive(self, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
+        """A gradient takes its weight's place on the device, where the layer must be; or its own, if it has one there.
+        `first`: the first of the step to land in this slot; later ones are added."""
+        own = self.placements[layer].gradients
+        if self.anchored(layer) and own is not None:
+            target = own[slot.start : slot.stop].view(slot.shape)
+            target.copy_(gradient) if first else target.add_(gradient)
+            return
+        self.device_view(layer, slot).copy_(gradient)
+        nbytes = slot.numel * self.dtype_of(layer).itemsize
+        self._as_gradients[layer] += nbytes
+        self.ledger.move(nbytes, source="parameters", target="gradients")
+
+    def retire(self, layer: int, arrived: list[tuple[Slot, bool]]) -> None:
+        """The gradients of a layer start for home, averaged over the ranks; `drop` lets the layer go. Each slot comes
+        with whether it is the first to land there; later ones are added. What did not land stays as it is."""
+        if self.anchored(layer):
+            return
+        placement = self.placements[layer]
+        events: list[Event] = []
+        runs = runs_of(arrived)
+        for (start, stop), shard in zip(self.table.chunks(layer), self.shards.chunks(layer), strict=True):
+            if not any(begin < stop and end > start for begin, end, _ in runs):
+                continue
+            mine = self.wire.reduce(self.flats[layer][start:stop])
+            offset = start + self.wire.rank * mine.numel()  # where my shard begins in the layer
+            into = (placement.weights if placement.gradients is None else placement.gradients)[shard.start :]
+            for run_start, run_stop, first in runs:
+                begin, end = max(run_start, offset), min(run_stop, offset + mine.numel())
+                if begin >= end:
+                    continue
+                target, source = into[begin - offset : end - offset], mine[begin - offset : end - offset]
+                if placement.tier == DEVICE:
+                    target.copy_(source) if first else target.add_(source)
+                    continue
+                if first:
+                    events.append(self.copy_streams.down(target, source))
+                else:
+                    self.arrived_on_host(layer)
+                    target.add_(source.to(target.device))
+                self.traffic.down_nbytes += target.nbytes
+            if self.wire.world > 1:
+                for event in events:
+                    self.copy_streams.wait(event)  # `mine` is not the layer's storage: it goes now
+        self._leaving[layer] = events
+        self._coming_down[layer] = [*self._coming_down.get(layer, []), *events]
+
+    def _padding_nbytes(self, layer: int) -> int:
+        return self.table.layers[layer].padding * self.dtype_of(layer).itemsize

@@ -1,0 +1,178 @@
+"""Optimizers as data: what to do with a gradient, by parameter name; the doing is in `_update`."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from scrimp.chunks.tables.state_codec import Field, state_fields
+from scrimp.errors import RunError
+
+Rate = float | Callable[[int], float]
+# What a user may give: (glob, overrides) pairs; torch's dicts with "params"; or tensors, named or not. It is kept as pairs of
+# what is chosen (a glob, or a tuple of tensors and globs) and overrides.
+Groups = Iterable[tuple[str, Mapping[str, object]] | Mapping[str, Any] | torch.Tensor | tuple[str, torch.Tensor]]
+Chosen = str | tuple[str | torch.Tensor, ...]
+
+
+class _Kept:
+    """What an optimizer keeps for each parameter besides its master: so many `states`, as `state` says."""
+
+    states: Any
+    state: Any
+    groups: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", _normal(self.groups))
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return state_fields(self.states, self.state)
+
+    @property
+    def update_nbytes(self) -> float:
+        """What an update reads and writes per parameter: gradient in, weight out, master and states in place."""
+        return 2 + 2 + 2 * (4 + sum(field.dtype.itemsize / field.every for field in self.fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(_Kept):
+    """Decoupled weight decay, as torch.optim.AdamW. `lr` may be a function of the step, counted from 0. `groups` gives
+    parameters other settings. In torch's form, also as the first argument: dicts that have the model's parameters, or their
+    names, under "params"; together they must have all that is trained. Or pairs (glob, settings): the first glob that
+    matches a parameter's name counts, and parameters that match none have the settings given here.
+
+    `state="int8"` keeps both moments in 8 bits, with a scale for every 64 of them: 8.1 bytes of model data per parameter
+    in place of 14. That is other mathematics, no longer torch's AdamW: moments are rounded at random after every update
+    (`_codec` says how). It holds for all parameters alike."""
+
+    groups: Groups = field(default=(), kw_only=False)
+    lr: Rate = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    state: str = "fp32"
+
+    states = 2  # numbers kept for each parameter besides its master
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(_Kept):
+    """As torch.optim.SGD: weight decay is added to the gradient."""
+
+    groups: Groups = field(default=(), kw_only=False)
+    lr: Rate = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    state = "fp32"
+
+    @property
+    def states(self) -> int:
+        groups: Any = self.groups
+        return int(any([self.momentum, *(overrides.get("momentum", 0) for _, overrides in groups)]))
+
+
+Optimizer = AdamW | SGD
+
+
+def _normal(groups: Any) -> tuple[tuple[Chosen, Mapping[str, object]], ...]:
+    """Every form as pairs; what is given once, as model.parameters() is, is kept."""
+    if isinstance(groups, (str, torch.Tensor)) or not isinstance(groups, Iterable):
+        raise RunError(f"the optimizer's first argument is {groups!r}: give parameters or groups, as torch has it, or lr=...")
+    rows = [groups] if isinstance(groups, Mapping) else list(groups)
+    if rows and all(isinstance(_tensor(row), torch.Tensor) for row in rows):
+        rows = [{"params": rows}]
+    found: list[tuple[Chosen, Mapping[str, object]]] = []
+    for row in rows:
+        if isinstance(row, Mapping):
+            if "params" not in row:
+                raise RunError(f'a group of parameters has no "params", only {sorted(row)}')
+            given = row["params"]
+            params = [given] if isinstance(given, (str, torch.Tensor)) else list(given)
+            overrides = {key: value for key, value in row.items() if key != "params"}
+            found.append((tuple(_tensor(param) for param in params), overrides))
+        elif isinstance(row, tuple) and len(row) == 2 and isinstance(row[1], Mapping):
+            found.append((row[0], row[1]))
+        else:
+            raise RunError(
+                f"a group of parameters is a {type(row).__name__}; give dicts with 'params', as torch has them, or pairs "
+                "(glob, settings)"
+            )
+    if len({isinstance(chosen, str) for chosen, _ in found}) > 1:
+        raise RunError('groups are either dicts with "params" or pairs (glob, settings), not both')
+    return tuple(found)
+
+
+def _tensor(row: Any) -> Any:
+    """Without its name, which torch allows beside it."""
+    return row[1] if isinstance(row, tuple) and len(row) == 2 and isinstance(row[1], torch.Tensor) else row
+
+
+def settings_by_group(optimizer: Optimizer, names: Sequence[str]) -> list[tuple[Optimizer, list[str]]]:
+    """The settings of every group with its parameters' names: what no glob matches comes first. A glob that matches nothing
+    is an error, as is an unknown field, and in torch's form a parameter that is in no group or in two. Tensors have been
+    replaced by names before."""
+    check_optimizer(optimizer)
+    groups: tuple[tuple[Chosen, Mapping[str, Any]], ...] = optimizer.groups  # type: ignore[assignment]
+    known = {name for name in optimizer.__dataclass_fields__ if name not in ("groups", "state")}
+    by_glob = all(isinstance(chosen, str) for chosen, _ in groups)
+    settings = [replace(optimizer, groups=())]
+    patterns: list[tuple[Any, ...]] = [()]
+    for number, (chosen, overrides) in enumerate(groups):
+        label = f"'{chosen}'" if isinstance(chosen, str) else str(number)
+        unknown = {*overrides} - known
+        if unknown:
+            raise RunError(f"group {label} overrides {sorted(unknown)}; {type(optimizer).__name__} has {sorted(known)}")
+        settings.append(replace(optimizer, groups=(), **overrides))
+        patterns.append((chosen,) if isinstance(chosen, str) else chosen)
+    unmatched = {pattern for row in patterns for pattern in row}
+    found: list[list[str]] = [[] for _ in settings]
+    for name in names:
+        at = [k for k, row in enumerate(patterns) if any(fnmatch.fnmatchcase(name, pattern) for pattern in row)]
+        for k in at[:1] if by_glob else at:
+            unmatched -= {pattern for pattern in patterns[k] if fnmatch.fnmatchcase(name, pattern)}
+        if len(at) > 1 and not by_glob:
+            raise RunError(f"parameter {name} is in the groups {[k - 1 for k in at]}; give it to one")
+        found[at[0] if at else 0].append(name)
+    if unmatched:
+        some = ", ".join(list(names)[:5])
+        raise RunError(f"no parameter matches the group globs {sorted(unmatched)}; there are {len(names)}, such as {some}")
+    if found[0] and not by_glob:
+        raise RunError(
+            f"{len(found[0])} trained parameters are in no group, such as {', '.join(found[0][:5])}; give them one, or "
+            "requires_grad_(False) before Engine(...)"
+        )
+    if not found[0] and groups:
+        settings, found = settings[1:], found[1:]
+    return list(zip(settings, found, strict=True))
+
+
+def by_parameter(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Optimizer]:
+    """The optimizer of each parameter, overrides applied."""
+    return {name: settings for settings, members in settings_by_group(optimizer, names) for name in members}
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Of the base and of every group's overrides."""
+    groups: tuple[tuple[Chosen, Mapping[str, Any]], ...] = optimizer.groups  # type: ignore[assignment]
+    for given in (vars(optimizer), *(overrides for _, overrides in groups)):
+        for name, value in given.items():
+            if name == "betas":
+                good = len(value) == 2 and all(0 <= beta < 1 for beta in value)
+            elif name in ("lr", "eps", "weight_decay", "momentum"):
+                good = (callable(value) and name == "lr") or 0 <= value < float("inf")
+            else:
+                continue
+            if not good:
+                raise RunError(f"{type(optimizer).__name__}({name}={value!r}) is not possible")
+
+
+def rate(optimizer: Optimizer, step: int) -> float:
+    return optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr

@@ -1,0 +1,83 @@
+"""Which part of every chunk one rank keeps.
+
+Chunk k of a layer has a length that the world divides; rank r keeps its r-th part. A rank's arenas of a layer hold its
+parts of the layer's chunks end to end; those of masters and states stop after the chunks that hold something trained.
+Borders of parts lie on 64-element borders of the layer, so that no vector lane of an update is ever cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from scrimp.chunks.tables.table import ChunkTable, Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    table: ChunkTable
+    world: int
+    rank: int
+
+    @cached_property
+    def _spans(self) -> tuple[tuple[slice, ...], ...]:
+        """For each layer and chunk this rank's part, in the layer's arenas."""
+        layers = []
+        for layer in range(len(self.table.layers)):
+            spans, position = [], 0
+            for start, stop in self.table.chunks(layer):
+                length = (stop - start) // self.world
+                spans.append(slice(position, position + length))
+                position += length
+            layers.append(tuple(spans))
+        return tuple(layers)
+
+    def of_rank(self, rank: int) -> Shards:
+        return Shards(table=self.table, world=self.world, rank=rank)
+
+    def numel(self, layer: int) -> int:
+        return self.table.layers[layer].numel // self.world
+
+    def trained_numel(self, layer: int) -> int:
+        trained = self.table.layers[layer].trained
+        if self.world == 1:
+            return trained
+        return sum((stop - start) // self.world for start, stop in self.table.chunks(layer) if start < trained)
+
+    def chunks(self, layer: int) -> tuple[slice, ...]:
+        return self._spans[layer]
+
+    def pieces(self, layer: int, slot: Slot) -> tuple[tuple[slice, slice], ...]:
+        """What this rank has of a slot, as spans (in the parameter, in the arenas), joined where they touch."""
+        key = layer, slot.start, slot.stop
+        if key not in self._found:
+            self._found[key] = (*self._pieces(layer, slot),)
+        return self._found[key]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int, int], tuple[tuple[slice, slice], ...]]:
+        """Pieces that were asked for: they are asked for several times in every step."""
+        return {}
+
+    def _pieces(self, layer: int, slot: Slot) -> Iterator[tuple[slice, slice]]:
+        joined: tuple[int, int, int] | None = None  # start in the parameter, start in the arena, length
+        for (start, stop), shard in zip(self.table.chunks(layer), self._spans[layer], strict=True):
+            length = (stop - start) // self.world
+            offset = start + self.rank * length
+            begin, end = max(slot.start, offset), min(slot.stop, offset + length)
+            if begin >= end:
+                continue
+            inside, place = begin - slot.start, shard.start + begin - offset
+            if joined is not None and (joined[0] + joined[2], joined[1] + joined[2]) == (inside, place):
+                joined = (joined[0], joined[1], joined[2] + end - begin)
+                continue
+            if joined is not None:
+                yield _spans(*joined)
+            joined = (inside, place, end - begin)
+        if joined is not None:
+            yield _spans(*joined)
+
+
+def _spans(inside: int, place: int, length: int) -> tuple[slice, slice]:
+    return slice(inside, inside + length), slice(place, place + length)

@@ -1,0 +1,1 @@
+"""Host memory, copies between host and device, collectives between ranks."""

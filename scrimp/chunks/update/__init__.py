@@ -1,0 +1,1 @@
+"""One parameter's update, and the update streamed through the device."""

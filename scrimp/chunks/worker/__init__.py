@@ -1,0 +1,1 @@
+"""The host thread that updates layers while the next step runs."""

@@ -1,0 +1,1 @@
+"""`scrimp demo`."""

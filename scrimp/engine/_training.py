@@ -1,0 +1,353 @@
+"""The engine: one training step as a readable sequence of phases.
+
+step = plan for a batch of this shape, or trace it
+       for each part: forward through the layers, backward, gradients landing as they are made
+       judge (finite? norm?)
+       update what landed, layer by layer
+       learn from the trace
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import nn
+
+from scrimp._arguments import activations_of
+from scrimp.chunks import (
+    CpuMeter,
+    CudaMeter,
+    Meter,
+    Optimizer,
+    Rules,
+    ScheduleStep,
+    Slot,
+    Store,
+    measure_rates,
+    settings_by_group,
+)
+from scrimp.engine.entry.accumulation import Accumulating
+from scrimp.engine.entry.between_steps import Between
+from scrimp.engine.entry.optimizer_handle import Handle
+from scrimp.engine.entry.rank_calls import Calls, called, explained
+from scrimp.engine.gradients.dense import DenseExchange
+from scrimp.engine.gradients.protocol import Exchange
+from scrimp.engine.gradients.sparse import SparseExchange
+from scrimp.engine.schedule.metering_policy import MeteringPolicy
+from scrimp.engine.schedule.planning import Planned, Planning
+from scrimp.engine.setup.adopt import DEFAULT_CHUNK, buffers_to, table_of, take_over
+from scrimp.engine.setup.budget import Memory, memory_of, resolve
+from scrimp.engine.setup.initial_placement import Fit
+from scrimp.engine.setup.meta_parameters import MetaParameters
+from scrimp.engine.setup.param_groups import named
+from scrimp.engine.setup.process_groups import agreed, join_world, least_of_all, ranks_here, who_shares
+from scrimp.engine.setup.special_modules import check_modules
+from scrimp.engine.setup.validate import check_exchange, check_model, check_settings, mesh_of, optimizer_of, pick_device
+from scrimp.engine.setup.weight_sources import Source
+from scrimp.engine.step.attempts import gradients
+from scrimp.engine.step.batch import loss_of, parts, signature, to_device
+from scrimp.engine.step.context import running, warn_of_eval
+from scrimp.engine.step.interrupts import Interrupts, in_one_piece
+from scrimp.engine.step.layer_forward import Recompute, wrap_layers
+from scrimp.engine.step.messages import check_gradient, check_loss, does_not_fit
+from scrimp.engine.step.out_of_module_weights import OutOfModule, OutOfModuleInBackward
+from scrimp.engine.step.parameter_hooks import Hooks, receiving, run_hooks
+from scrimp.engine.step.phase import Phase
+from scrimp.engine.step.residency import Residents
+from scrimp.engine.step.rollback import Rollback
+from scrimp.engine.update.grad_check import LossScale
+from scrimp.engine.update.update import Updating
+from scrimp.errors import MoveError, RunError
+from scrimp.exchange import Dense, Sparse
+from scrimp.layers import find_layers, no_caches
+from scrimp.layout import Mesh
+from scrimp.ledger import Books, Ledger
+
+
+class Training(Between, Accumulating):
+    """All parts of an engine, and the step that uses them in order. `Engine` documents the arguments."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        weights: Source | None = None,
+        optimizer: Optimizer | str | None = None,
+        memory: Memory | int | str | None = None,
+        precision: str = "bf16",
+        exchange: Dense | Sparse | None = None,
+        mesh: Mesh | str | None = None,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = True,
+        micro_batches: int = 1,
+        activations: str | Iterable[str] = "auto",
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        cast_inputs: bool = True,
+        device: str | torch.device | None = None,
+        chunk_numel: int = DEFAULT_CHUNK,
+    ) -> None:
+        check_model(model)
+        optimizer, memory, mesh = optimizer_of(optimizer), memory_of(memory), mesh_of(mesh)
+        ways = activations_of(activations, RunError)
+        check_settings(precision, micro_batches, ways, clip_norm)
+        check_modules(model)
+        check_exchange(exchange, optimizer, precision, memory)
+        self.model = model
+        settings = named(optimizer, model)
+        self.precision = precision
+        self.clip_norm = clip_norm
+        self.skip_nonfinite = skip_nonfinite
+        self.micro_batches = micro_batches
+        self.loss = loss
+        self.cast_inputs = cast_inputs  # floating-point tensors of a batch, to the precision of the weights
+        self.device = pick_device(device)
+        self.wire = join_world(self.device)
+        self.interrupts = Interrupts()
+        self.calls = Calls(self.wire, self.interrupts.check)
+        self.budget = least_of_all(self.wire, resolve(memory, self.device))
+        self.ledger = Books(device=Ledger(tier=str(self.device)))
+        self.steps, self.skipped = 0, 0
+        self.norm: float | None = None  # of the last gradient, before clipping
+        self.seconds = 0.0  # of the last step
+        self.host_seconds = (0.0, 0.0)  # since the step before: of the host's worker at work, of others waiting for it
+        rates = agreed(self.wire, measure_rates(self.device))
+        sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
+        table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
+        groups = settings_by_group(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
+        self.rules = Rules(groups)
+        self.fit = Fit(
+            table,
+            self.budget,
+            precision=precision,
+            optimizer=settings,
+            micro_batches=micro_batches,
+            world=sharing.world,
+            ranks_here=ranks_here(self.wire),
+            residual=exchange.least_residual if isinstance(exchange, Sparse) and exchange.density < 1 else None,
+        )
+        self.store = Store(
+            table,
+            precision=precision,
+            device=self.device,
+            optimizer=settings,
+            micro_batches=micro_batches,
+            books=self.ledger,
+            wire=sharing,
+            ranks=self.wire,
+            places=self.fit.places(),
+            disk=self.budget.disk,
+            sparse=isinstance(exchange, Sparse),
+        )
+        self.store.host_room_nbytes = self.fit.room_nbytes
+        self.meter: Meter
+        if self.device.type == "cuda":
+            self.meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
+            self.store.before_change = self.meter.before_change
+        else:
+            self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
+        room = self.budget.device_nbytes - self.ledger.device.total_nbytes if self.device.type == "cuda" else 0
+        self._hooks = Hooks(micro_batches=micro_batches)
+        taken = take_over(model, self.store, weights, hooks=self._hooks, room_nbytes=room)
+        self.places = taken.places
+        self.weights = dict(model.named_parameters(remove_duplicate=False))
+        self._order = {name: k for k, name in enumerate(self.weights)}
+        self.counts: dict[str, int] = {}
+        self.loss_scale = LossScale(dynamic=precision == "fp16")
+        buffers = buffers_to(model, self.device)
+        self.ledger.device.charge("buffers", buffers)
+        self.meter.begin()
+        for tensor in [
+            *(t for placement in self.store.placements for t in placement.tensors),
+            *self.store.flats,
+            *model.buffers(),
+        ]:
+            self.meter.ignore(tensor)
+        self.updating = Updating(self.store, self.rules, self.meter, staged=precision != "fp32" or clip_norm is not None)
+        self.store.own = self.meter.ignore
+        self.rollback = Rollback(model, self.device)
+        self.residents = Residents(self.store, self.meter, self._retire, self.interrupts.check)
+        self._metering = MeteringPolicy(self.meter, self.ledger.device)
+        self.out_of_module = OutOfModule(self.residents)
+        self._out_of_module_again = OutOfModuleInBackward(self.residents)
+        self.recompute = Recompute()
+        wrap_layers(model, self.residents, self.recompute)
+        self.planning = Planning(self.store, self.recompute, ways, rates, self.budget.plan_nbytes - buffers)
+        self.planning.stage_nbytes, self.planning.streaming = self.updating.stage_nbytes, self.updating.streaming
+        self.updating.saw = self.planning.saw_update
+        self.exchanging: Exchange = DenseExchange()
+        if isinstance(exchange, Sparse):
+            sparse = SparseExchange(exchange, self.store, self.rules, across)
+            self.planning.residuals, self.planning.sending_nbytes = sparse.residuals, sparse.sending_nbytes()
+            self.exchanging = sparse
+        self.closed = False
+        self.broken: str | None = None  # why the weights are not those of any step
+        self.arrived: dict[str, tuple[int, Slot]] = {}
+        self._part_arrived: set[str] = set()  # of the micro-batch that runs
+        self.trace: list[ScheduleStep] | None = None  # of the last forward and backward, if they were traced
+        self._traffic = astuple(self.store.traffic)  # at the start of the last step
+        for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(receiving(weakref.ref(self)))  # type: ignore[no-untyped-call]
+        self.meta_parameters = MetaParameters(model, self.weights, taken, self._hooks, self.device)
+        of_name = dict(model.named_parameters(remove_duplicate=False))
+        self.optimizer = Handle(settings, [(first, [of_name[name] for name in names]) for first, names in groups])
+        self.optimizer.counts = _counts(weakref.ref(self))
+
+    # The step.
+
+    @in_one_piece
+    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train on this rank's whole batch; the mean loss, detached. Modules are in the modes that they are in. A step
+        that fails before its update leaves everything as it was; one that fails in it leaves nothing to go on from."""
+        called(self, "step")
+        with explained(self):
+            return self._step(args, kwargs)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        start = time.perf_counter()
+        self.check_usable()
+        warn_of_eval(self.model, self.steps)
+        self.rules.begin(self.steps, self.optimizer.now(self.steps))
+        self.planning.checked = self.must_check
+        self.planning.call = [*self.calls.row, self.rules.digest(self.steps)]
+        plan, loss = gradients(self, signature(args, kwargs), args, kwargs)
+        self.finish()
+        self.planning.learn(plan, self.trace, self.residents)
+        self.seconds = time.perf_counter() - start
+        self.host_seconds = self.updating.waited()
+        return loss
+
+    def finish(self) -> None:
+        """Update with the gradients that are there."""
+        try:
+            self.exchanging.finish(self)
+        except BaseException as error:
+            self.broken = f"step {self.steps} failed in its update ({type(error).__name__}: {error})"
+            if isinstance(error, MoveError):
+                raise self.named_error(error) from error
+            raise
+        self.steps += 1
+        self.optimizer.counted()
+
+    def forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        self._part_arrived = set()
+        if not self.pending:
+            self.arrived.clear()
+            self.exchanging.begin(self)
+        losses, count = [], 1 if self.accumulating else self.micro_batches
+        self._traffic = astuple(self.store.traffic)
+        try:
+            with running(self, args, kwargs, Phase.FORWARD, self._metering.step(plan)), no_caches(self.model):
+                schedule = plan.choice.schedule if plan.choice else None
+                self.residents.begin_step(self.steps, schedule, plan.expected, metering=self._metering.metering)
+                for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, count)):
+                    self.last_part = k == count - 1 and not self.accumulating
+                    losses.append(self._forward_backward(part_args, part_kwargs))
+                    self.residents.retire_rest()
+                traced, schedule_steps = self.residents.end_step()
+                self.trace = schedule_steps if self._metering.learn(plan, schedule_steps, traced=traced) else None
+                if not self.arrived:
+                    raise RunError("no trained parameter got a gradient: the loss depends on none of them")
+        except MoveError as error:
+            raise self.named_error(error) from error
+        return torch.stack(losses).mean()
+
+    def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        self._part_arrived = set()
+        args, kwargs = to_device(args, kwargs, self.device, self.input_dtype)
+        metering = self.out_of_module if self.out_of_module.found or self.residents.tracing else nullcontext()
+        again = self._out_of_module_again if self._out_of_module_again.layers or self.residents.tracing else nullcontext()
+        with self.residents.saving(), metering:  # saving in backward too: the model may run parts of itself again
+            out = self.model(*args, **kwargs)
+            loss = loss_of(self.loss(out) if self.loss is not None else out)
+            del out
+            check_loss(loss, self.model)
+            value = loss.detach().clone()
+            if self.loss_scale.value != 1:
+                loss = loss * self.loss_scale.value
+            if self.micro_batches > 1:
+                loss = loss / self.micro_batches
+            self.residents.enter(Phase.BACKWARD)
+            try:
+                with again:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            finally:
+                self.residents.enter(Phase.FORWARD)
+        return value
+
+    def receive(self, parameter: torch.Tensor) -> None:
+        self.interrupts.check()
+        layer, slot = self.places[id(parameter)]
+        hooks = self._hooks.of(parameter)
+        if hooks:
+            self.residents.touch(layer)  # a hook may read the weight
+            if not run_hooks(hooks, parameter, slot.name):
+                return
+        assert parameter.grad is not None
+        check_gradient(
+            slot.name, parameter.grad, in_backward=self.residents.phase is Phase.BACKWARD, again=slot.name in self._part_arrived
+        )
+        with self.residents.quietly():
+            self.exchanging.receive(self, layer, slot, parameter.grad, first=slot.name not in self.arrived)
+            parameter.grad = None
+            self._part_arrived.add(slot.name)
+            self.residents.arrived(layer, slot)
+
+    def _retire(self, layer: int, slots: list[Slot]) -> None:
+        """All of a layer's gradients of this micro-batch are there (or no more will come)."""
+        arrived = [(slot, slot.name not in self.arrived) for slot in slots]
+        self.arrived.update({slot.name: (layer, slot) for slot in slots})  # first: whatever happens, they must be undone
+        self.exchanging.retire(self, layer, arrived)
+
+    @property
+    def must_check(self) -> bool:
+        """No update before all gradients were looked at."""
+        return self.skip_nonfinite or self.loss_scale.dynamic or self.clip_norm is not None
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self.store.dtype if self.cast_inputs else None
+
+    def check_usable(self, *, reading: bool = False) -> None:
+        """`reading`: for what a closed engine can do too."""
+        if not reading:
+            self.check_open()
+        self.meta_parameters.check_closed()
+        self.updating.check()
+        self.exchanging.check()
+        if self.broken is not None:
+            raise RunError(
+                f"{self.broken}: some weights are new, some old, some gone; load the last checkpoint: engine.load(folder)"
+            )
+
+    def wait(self) -> None:
+        """Until the updates that run beside the steps are done."""
+        self.store.wait()
+
+    # Parts.
+
+    def in_order(self) -> list[tuple[int, Slot]]:
+        """What landed, in the model's order: the order of sums must not depend on the order of arrival."""
+        return sorted(self.arrived.values(), key=lambda place: self._order[place[1].name])
+
+    def named_error(self, error: MoveError) -> RunError:
+        return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
+
+    def _over_budget(self, perhaps: bool) -> None:
+        self.residents.make_room()
+        if not perhaps and self.ledger.total_nbytes > self.meter.budget_nbytes:
+            raise does_not_fit(self.steps, self.ledger, self.meter, self.model, self.planning.ways)
+
+
+def _counts(training: weakref.ref[Training]) -> Callable[[], tuple[int, int, float | None]]:
+    def counts() -> tuple[int, int, float | None]:
+        alive = training()
+        return (0, 0, None) if alive is None else (alive.steps, alive.skipped, alive.norm)
+
+    return counts

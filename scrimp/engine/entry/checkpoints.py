@@ -1,0 +1,132 @@
+"""What an engine is after some steps, written and read: parameters by name, and checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from scrimp.checkpoint import load, save
+from scrimp.chunks import Slot
+from scrimp.engine.setup.state_dict_names import persistent_buffers
+from scrimp.errors import CheckpointError, RunError
+
+if TYPE_CHECKING:
+    from scrimp.engine._training import Training
+
+BUCKET = 1 << 20  # elements that ranks send each other in one collective when they read small parameters
+
+
+def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer for name, _, _, buffer in persistent_buffers(model)}
+
+
+def iter_state(engine: Training) -> Iterator[tuple[str, torch.Tensor]]:
+    engine.check_usable(reading=True)
+    named = [(name, *engine.places[id(parameter)]) for name, parameter in engine.weights.items()]
+    while named:
+        count = _together([slot.numel for _, _, slot in named])
+        names, layers, slots = zip(*named[:count], strict=True)
+        yield from zip(names, full_values(engine, list(zip(layers, slots, strict=True))), strict=True)
+        named = named[count:]
+    for name, buffer in persistent(engine.model).items():
+        here = buffer.detach().cpu().clone()
+        # Rank 0's, as DDP has it: running statistics differ between a forward and the next. Flags cannot be summed.
+        bits = here.view(torch.uint8) if here.dtype == torch.bool else here
+        yield name, engine.wire.from_first(bits).view(here.dtype)
+
+
+def _together(sizes: list[int]) -> int:
+    """How many of the first parameters are read by one collective: as many as fit into a bucket, and at least one."""
+    total = 0
+    for count, size in enumerate(sizes):
+        total += size
+        if count and total > BUCKET:
+            return count
+    return len(sizes)
+
+
+def full_values(engine: Training, places: list[tuple[int, Slot]]) -> list[torch.Tensor]:
+    """Parameters in fp32 on the CPU, from the shards of all ranks."""
+    full = torch.zeros(sum(slot.numel for _, slot in places), dtype=torch.float32)
+    parts = torch.split(full, [slot.numel for _, slot in places])
+    for layer, rows in groupby(zip(places, parts, strict=True), key=lambda row: row[0][0]):
+        with engine.store.opened(layer) as data:
+            for (_, slot), part in rows:
+                for piece in data.pieces(slot):
+                    part[piece.inside] = (piece.master if slot.trainable else piece.weight).float().cpu()
+    full = engine.store.wire.sum(full)
+    if len(places) == 1:
+        return [full.view(places[0][1].shape)]
+    parts = torch.split(full, [slot.numel for _, slot in places])
+    return [part.view(slot.shape).clone() for part, (_, slot) in zip(parts, places, strict=True)]  # who keeps one keeps no bucket
+
+
+def save_state(engine: Training, folder: str | Path) -> None:
+    engine.check_usable(reading=True)
+    random = {"cpu": torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(engine.device)
+    save(
+        folder,
+        engine.store,
+        optimizer=type(engine.store.optimizer).__name__,
+        groups=engine.optimizer.saved(),
+        steps=engine.steps,
+        skipped=engine.skipped,
+        counts=engine.counts,
+        loss_scale=(engine.loss_scale.value, engine.loss_scale.good),
+        rng=random,
+        buffers=persistent(engine.model),
+        also=engine.exchanging.saved(engine),
+    )
+
+
+def load_state(engine: Training, folder: str | Path) -> None:
+    engine.check_open()
+    try:
+        engine.updating.check()
+    except RunError as error:  # so it stays, if there is nothing to load
+        engine.broken = engine.broken or str(error)
+    engine.updating.renew()
+    engine.residents.abandon()
+    if engine.pending:
+        engine.discard()
+    for layer in range(len(engine.store.placements)):
+        engine.store.settled(layer)
+    try:
+        manifest, random, buffers = load(
+            folder, engine.store, optimizer=type(engine.store.optimizer).__name__, also=partial(engine.exchanging.load, engine)
+        )
+    except CheckpointError:  # found before anything was written
+        raise
+    except BaseException as error:
+        engine.broken = f"loading {folder} failed half-way ({error})"
+        raise
+    engine.broken = None
+    engine.steps, engine.skipped = manifest.steps, manifest.skipped
+    engine.rules.forget()
+    if manifest.groups and not engine.optimizer.load(manifest.groups):
+        warnings.warn(
+            f"{folder} has {len(manifest.groups)} groups of parameters, the engine has {len(engine.optimizer.param_groups)}: "
+            "their learning rates and other settings are not taken from there; set engine.lr",
+            stacklevel=3,
+        )
+    engine.loss_scale.value, engine.loss_scale.good = manifest.loss_scale
+    engine.counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}
+    for name, buffer in persistent(engine.model).items():
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffer.copy_(buffers[name])
+        elif name in buffers:
+            engine.broken = f"buffer {name} has the shape {tuple(buffer.shape)}, {tuple(buffers[name].shape)} was saved"
+            raise CheckpointError(f"{folder}: {engine.broken}")
+    if random:
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random and engine.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], engine.device)

@@ -1,0 +1,66 @@
+"""The model's forward, or any function that uses the model, without gradients: between steps, within the same budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from scrimp.engine.entry.least_budget import Peaks, least_of_evaluation
+from scrimp.engine.step.batch import to_device
+from scrimp.engine.step.context import all_eval, running
+from scrimp.engine.step.phase import Phase
+from scrimp.errors import FitError
+
+if TYPE_CHECKING:
+    from scrimp.engine._training import Training
+
+
+def evaluate(engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    run = partial(_once, engine, *which(engine, args), kwargs)
+    engine.rollback.begin(tracing=False)
+    with all_eval(engine.model):
+        while True:
+            try:
+                out = run()
+                engine.rollback.done(tracing=False)
+                return out
+            except FitError as error:
+                reason = error.bare()
+            engine.residents.abandon()
+            engine.ledger.reset_peak()
+            engine.rollback.back()  # the function starts again, and may draw random numbers
+            if not engine.planning.placements_back():
+                raise least_of_evaluation(engine, reason, partial(_trial, engine, run))
+
+
+def _once(engine: Training, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with (
+        running(engine, args, kwargs, Phase.EVALUATE, engine.meter),
+        torch.no_grad(),
+        engine.residents.aside(),
+        engine.out_of_module,
+    ):
+        here, there = to_device(args, kwargs, engine.device, engine.input_dtype)
+        return tree_map(engine.residents.kept, function(*here, **there))
+
+
+def _trial(engine: Training, run: Callable[[], Any]) -> Peaks:
+    try:
+        run()
+        peak = engine.ledger.peak_nbytes
+    finally:
+        engine.residents.abandon()
+        engine.ledger.reset_peak()
+        engine.rollback.back()
+    return Peaks(device_nbytes=peak)
+
+
+def which(engine: Training, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function to run and its arguments: a first argument that can be called, or else the model."""
+    if args and callable(args[0]):
+        return args[0], args[1:]
+    return engine.model, args

@@ -1,0 +1,1 @@
+"""How gradients travel between ranks: dense, or sparse with error feedback."""

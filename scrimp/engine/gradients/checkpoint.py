@@ -1,0 +1,101 @@
+"""What a sparse exchange keeps from step to step, in checkpoints: residuals and moments of every rank, by parameter.
+
+    exchange.residual.KEY.NAME      of each rank, in its file
+    exchange.state-K.NAME           moments of each rank but the first, whose are the checkpoint's own
+
+A residual is a share of an update that is the mean over the ranks. So with other ranks than before each counts by how their
+numbers compare, and those of ranks that are gone are shared out: all that waits is then what waited.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scrimp.checkpoint import Named
+from scrimp.exchange import RESIDUAL_KINDS, Residual, residual_of, residual_tensors
+
+if TYPE_CHECKING:
+    from scrimp.engine.gradients.sparse import SparseExchange
+
+CPU = torch.device("cpu")
+PREFIX = "exchange."
+
+
+def tensors(exchange: SparseExchange, rank: int) -> Iterator[Named]:
+    """What this rank writes, of those that it meets in exchanges; homes are at rest."""
+    for layer, share in exchange.with_residual():
+        rest = exchange.residuals.of(share.name)
+        for key, tensor in rest.tensors.items():
+            yield f"{PREFIX}residual.{key}.{share.name}", tensor.dtype, tuple(tensor.shape), tensor.cpu
+        if rank:
+            piece = share.piece(exchange.store.direct(layer))
+            for k, state in enumerate(piece.states):
+                yield f"{PREFIX}state-{k}.{share.name}", state.dtype, tuple(state.shape), state.cpu
+
+
+def is_sparse(files: list[Any]) -> bool:
+    return any(name.startswith(PREFIX) for file in files for name in file.keys())  # noqa: SIM118 - a file handle is no dict
+
+
+def load(exchange: SparseExchange, files: list[Any], rank: int, world: int) -> None:
+    """The store has been filled, with the first rank's moments. `files`: of those that have what this rank has."""
+    wanted = {f"{PREFIX}residual.{key}.{share.name}" for _, share in exchange.with_residual() for key in ("codes", "values")}
+    present = {name for file in files[:1] for name in file.keys()}  # noqa: SIM118 - a file handle is no dict
+    found = wanted & present
+    left = {name.split(".", 3)[3] for name in present if name.startswith(f"{PREFIX}residual.")}
+    left -= {share.name for _, share in exchange.with_residual()}
+    if left and len(found) == sum(1 for _ in exchange.with_residual()):
+        warnings.warn(
+            f"{len(left)} parameters travel whole now, such as {min(left)}: what they had not sent yet is left out", stacklevel=5
+        )
+    if len(found) < sum(1 for _ in exchange.with_residual()):
+        if is_sparse(files):
+            warnings.warn(
+                "homes were shared by other ranks when it was saved: what had not been sent yet is left out", stacklevel=5
+            )
+        for _, share in exchange.with_residual():
+            for tensor in exchange.residuals.of(share.name).tensors.values():
+                tensor.zero_()
+        return
+    saved = len(files)
+    if saved != world:
+        gone = f"; those of ranks {world} to {saved - 1} are shared out" if saved > world else ""
+        warnings.warn(
+            f"saved by {saved} ranks and loaded by {world}: residuals count {world / saved:.3g} times{gone}", stacklevel=5
+        )
+    for layer, share in exchange.with_residual():
+        _load_residual(exchange.residuals.of(share.name), files, share.name, share.numel, rank, world)
+        if rank % saved:
+            piece = share.piece(exchange.store.direct(layer))
+            for k, state in enumerate(piece.states):
+                state.copy_(files[rank % saved].get_tensor(f"{PREFIX}state-{k}.{share.name}"))
+
+
+def _load_residual(into: Residual, files: list[Any], name: str, numel: int, rank: int, world: int) -> None:
+    saved = len(files)
+    kind = _kind(files[0], name)
+    found = residual_tensors(kind, numel)
+    same = saved == world and {key: tensor.dtype for key, tensor in into.tensors.items()} == {k: d for k, (_, d) in found.items()}
+    if same:
+        for key, tensor in into.tensors.items():
+            tensor.copy_(files[rank].get_tensor(f"{PREFIX}residual.{key}.{name}"))
+        return
+    total, span = torch.zeros(numel), slice(0, numel)
+    for other in range(saved):
+        share = (1.0 if other == rank else 0.0) if other < world else 1 / world
+        if share:
+            theirs = {key: files[other].get_tensor(f"{PREFIX}residual.{key}.{name}") for key in found}
+            total.add_(residual_of(kind, theirs, CPU).read(span), alpha=share * world / saved)
+    into.write(span, total.to(into.device))
+
+
+def _kind(file: Any, name: str) -> str:
+    keys = {*file.keys()}
+    if f"{PREFIX}residual.codes.{name}" in keys:
+        return "int8"
+    dtype = file.get_slice(f"{PREFIX}residual.values.{name}").get_dtype()
+    return {"F32": "fp32", "BF16": "bf16"}.get(dtype, RESIDUAL_KINDS[0])

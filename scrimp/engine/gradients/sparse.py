@@ -1,0 +1,383 @@
+"""Gradients exchanged by few entries of each: every rank has all of the model, and its own moments and residuals.
+
+A step, layer by layer, as gradients come: into the momentum, with that into the residual; the largest of it into a packet; on
+to the other ranks. A gradient whose layer is at home on the device is used up where autograd made it, and has no buffer; others
+go home first, as ever. When a layer's packets have come from all ranks they are taken from its masters, and its weights are
+written anew: at the latest when its next forward asks for it, and never while a backward may still need the old ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scrimp.checkpoint import Named
+from scrimp.chunks import DEVICE, DTYPES, SGD, AdamW, Opened, Piece, Rules, Slot, Store, Wire, Worker, rate
+from scrimp.engine.gradients.apply import Arrivals
+from scrimp.engine.gradients.checkpoint import load, tensors
+from scrimp.engine.gradients.local_shards import Share, shares_of
+from scrimp.engine.gradients.replica_check import compare_replicas
+from scrimp.engine.gradients.residuals import Residuals
+from scrimp.engine.setup.process_groups import leave
+from scrimp.engine.update.update import restore_all
+from scrimp.exchange import (
+    Adaptive,
+    BucketedExchange,
+    ErrorFeedback,
+    Member,
+    Momentum,
+    Rule,
+    Sparse,
+    finite,
+    largest_piece,
+    measure_pace,
+    plan_buckets,
+    select_topk,
+    sparse_pays,
+)
+
+if TYPE_CHECKING:
+    from scrimp.engine._training import Training
+
+CPU = torch.device("cpu")
+LOOKING_NBYTES = 24  # for each element of a piece: residual, magnitudes, and what coding or sorting takes
+
+
+class SparseExchange:
+    def __init__(self, settings: Sparse, store: Store, rules: Rules, wire: Wire) -> None:
+        self.settings, self.store, self.rules = settings, store, rules
+        self._trained = shares_of(store)
+        self._of_slot = {share.slot.name: share for shares in self._trained for share in shares}  # where each has just one
+        self._here = {share.slot.name for shares in self._trained for share in shares}  # others in this node have the others
+        self._wire = wire
+        itemsize, density = DTYPES[settings.values].itemsize, settings.density
+        self.pace = measure_pace(wire, store.device, density) if settings.choose and density < 1 else None
+        self._summed = [
+            self.pace is not None
+            and sum(share.numel for share in shares) >= settings.small
+            and not sparse_pays(sum(share.numel for share in shares), wire.world, density, itemsize, self.pace)
+            for shares in self._trained
+        ]
+        if store.micro_batches > 1 and (any(self._summed) or density == 1):
+            # Micro-batches of what travels whole must be added up somewhere: in a place that is planned for.
+            store.consumed = store.consumed and any(placement.tier == DEVICE for placement in store.placements)
+        self.residuals = Residuals(store, settings, wire.rank, self._with_residual())
+        store.moved, store.residual_bytes = self.residuals.settle, self.residuals.residual_bytes
+        self._arrivals = Arrivals(store, rules, raw=self._raw)
+        self._messages = 0
+        separate = store.device.type == "cuda" and wire.world > 1
+        self._stream = torch.cuda.Stream(store.device) if separate else None  # type: ignore[no-untyped-call]
+        self._start_threads()
+        self._sent: set[int] = set()  # layers whose gradients were used up
+        self._small: dict[int, list[tuple[Share, torch.Tensor]]] = {}  # that wait for the rest of their layer
+        self._sums: dict[str, torch.Tensor] = {}  # of micro-batches, where nothing is kept back
+        self._sound: dict[str, torch.Tensor | bool] = {}  # whether all gradients of a parameter were finite, in this step
+
+    def _start_threads(self) -> None:
+        self._comm = Worker("the exchange of gradients")
+        self._close = weakref.finalize(self, _end, self._comm, self._wire)  # at exit too: the thread must not outlive torch
+        self._round: BucketedExchange | None = None
+
+    # In the order of a step.
+
+    def meet(self, engine: Training) -> None:
+        """What ranks say to each other before a step, once, however often it is tried."""
+        if engine.steps and engine.steps % self.settings.check_every == 0:
+            compare_replicas(engine, self.store, self._wire)
+
+    def check(self) -> None:
+        """Raise what went wrong beside the steps, if something did."""
+        self._comm.check()
+
+    def begin(self, engine: Training) -> None:
+        density = self.settings.density_at(engine.steps)
+        plan = plan_buckets((*self._members(),), density, DTYPES[self.settings.values], self.settings.small)
+        self._round = BucketedExchange(engine.steps, plan, self._wire, self._comm, self._messages, self._stream)
+        self._sent, self._sums, self._sound, self._small = set(), {}, {}, {}
+
+    @property
+    def started(self) -> bool:
+        """Something was changed that cannot be undone."""
+        return bool(self._sent)
+
+    def receive(self, engine: Training, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
+        engine.residents.before_receiving(layer)
+        if not self._at_once(layer):
+            self.store.receive(layer, slot, gradient, first=first)
+            return
+        share = self._of_slot[slot.name]
+        if engine.micro_batches == 1 and share.numel < self.settings.small:
+            self._small.setdefault(layer, []).append((share, gradient))  # together: each by itself would cost as much as all
+            return
+        self._take_all(engine, layer, [(share, gradient)], first=first)
+
+    def retire(self, engine: Training, layer: int, arrived: list[tuple[Slot, bool]]) -> None:
+        """All of a layer's gradients of this micro-batch are there, each with whether it is the first (or no more will come)."""
+        self.store.retire(layer, arrived)
+        if not engine.last_part:
+            return
+        if self._at_once(layer):
+            assert self._round is not None
+            if layer in self._small:
+                self._take_all(engine, layer, self._small.pop(layer), first=True)
+            self._round.done(layer)
+        elif engine.residents.following:  # else the step may have to be undone
+            self._send(engine, layer)
+
+    def finish(self, engine: Training) -> None:
+        """After the last backward: what is left is sent, and what came is applied, now or when it is asked for."""
+        assert self._round is not None
+        going = self._round
+        self._messages += len(going.buckets)
+        arrived = {layer for layer, _ in engine.arrived.values()}
+        for layer, shares in enumerate(self._trained):
+            if shares and layer not in arrived:
+                going.done(layer)
+            elif layer in arrived and layer not in self._sent:
+                self._send(engine, layer)
+            elif layer in arrived and self._at_once(layer):
+                self._complete(engine, going, layer)
+        others = [slot for _, slot in engine.in_order() if slot.name not in self._here]  # whose count I know all the same
+        scale = 1.0
+        if engine.must_check:
+            going.wait()
+            bad = self._bad(engine, going)
+            if bad is not None and engine.skip_nonfinite:
+                self._skip(engine, going, bad)
+                return
+            engine.norm = self._arrivals.norm(going, (share for shares in self._trained for share in shares), engine.steps)
+            if engine.clip_norm is not None:
+                scale = min(1.0, engine.clip_norm / (engine.norm + 1e-6))
+        engine.updating.numbers(others, engine.counts)
+        for layer, shares in enumerate(self._trained):
+            if shares:
+                self._arrivals.apply(engine, going, layer, shares, scale)
+
+    def _complete(self, engine: Training, going: BucketedExchange, layer: int) -> None:
+        """Of a layer whose gradients were used up as they came: what came with an earlier micro-batch, but not with the last."""
+        data = self.store.direct(layer)
+        for share in self._trained[layer]:
+            if share.slot.name not in engine.arrived or share.name in going.present or share.name in going.flagged:
+                continue
+            none = torch.zeros_like(share.piece(data).weight)
+            self._take(engine, layer, share, none, first=False, last=True)
+        going.done(layer)
+
+    def give_up(self) -> None:
+        """The step is not made."""
+        if self._round is not None:
+            self._round.give_up()
+
+    def saved(self, engine: Training) -> Iterable[Named]:
+        """What a checkpoint must have besides the store."""
+        self.store.wait()
+        self.store.copy_streams.settle()  # residuals on the host are written by the device
+        return tensors(self, engine.wire.rank // self.store.wire.world)
+
+    def load(self, engine: Training, files: list[Any]) -> None:
+        """From the files of all ranks."""
+        self.store.copy_streams.settle()
+        self._close.detach()
+        self._comm.close()  # with whatever went wrong in it
+        self._start_threads()
+        gpus = self.store.wire.world
+        node, place = divmod(engine.wire.rank, gpus)
+        load(self, files[place::gpus], node, engine.wire.world // gpus)
+
+    def with_residual(self) -> Iterator[tuple[int, Share]]:
+        """Layers and shares that have a residual."""
+        for layer, shares in enumerate(self.residuals.shares):
+            for share in shares:
+                yield layer, share
+
+    def close(self) -> None:
+        self._close()
+
+    def sending_nbytes(self) -> int:
+        """What sending takes on the device at most, if all homes are there: rows that go and come, and what looking through a
+        piece takes."""
+        settings, world = self.settings, self._wire.world
+        plan = plan_buckets((*self._members(),), settings.density_at(0), DTYPES[settings.values], settings.small)
+        rows = sum(bucket.nbytes for _, _, bucket in plan) * (1 if world == 1 else 1 + world)
+        largest = max((share.numel for shares in self._trained for share in shares), default=0)
+        return rows + LOOKING_NBYTES * self._selected_numel(largest)
+
+    def _selected_numel(self, numel: int) -> int:
+        """How many of so many elements at a time."""
+        return largest_piece(numel, self.store.device)
+
+    # Parts.
+
+    def _members(self) -> Iterator[Member]:
+        for layer in reversed(range(len(self._trained))):
+            if self._trained[layer]:
+                device = self.store.device if self.store.placements[layer].tier == DEVICE else CPU
+                sizes = tuple((share.name, share.numel) for share in self._trained[layer])
+                yield Member(layer=layer, sizes=sizes, device=device, summed=self._summed[layer])
+
+    def _with_residual(self) -> list[list[Share]]:
+        """Of every layer the shares that have a residual."""
+        small, few = self.settings.small, self.settings.density < 1
+        return [
+            [share for share in shares if share.numel >= small and few and not summed]
+            for shares, summed in zip(self._trained, self._summed, strict=True)
+        ]
+
+    def _at_once(self, layer: int) -> bool:
+        """Gradients are used up as they come: their layer is at home on the device, and nobody has to add them up first."""
+        return self.store.placements[layer].tier == DEVICE and self.store.consumed
+
+    def _send(self, engine: Training, layer: int) -> None:
+        """A layer whose gradients are at home, or on their way."""
+        going, shares = self._round, [share for share in self._trained[layer] if share.slot.name in engine.arrived]
+        assert going is not None
+        self._sent.add(layer)
+        if not self._trained[layer]:
+            return  # others in this node have it
+        going.open(layer)
+        data, come = self.store.direct(layer), self.store.take_coming_down(layer)
+        ahead = list(dict.fromkeys(share.slot for share in shares if self._counts_ahead(going, share)))
+        counts = dict(zip(ahead, engine.updating.numbers(ahead, engine.counts), strict=True))
+        step = engine.steps
+
+        def job() -> None:
+            try:
+                for share in shares:
+                    gradient = share.piece(data).gradient
+                    self._put(going, step, data, share, gradient, counts.get(share.slot, 1), first=True, last=True)
+                going.done(layer)
+            except BaseException as error:  # or others would wait for what never comes
+                self._comm.fail(error)
+                raise
+
+        if self.store.placements[layer].tier == DEVICE:
+            job()
+        else:
+            self.store.gates[layer] = engine.updating.worker.submit(layer, job, come)
+
+    def _take_all(self, engine: Training, layer: int, arrived: list[tuple[Share, torch.Tensor]], *, first: bool) -> None:
+        assert self._round is not None
+        self._round.open(layer)
+
+        def take() -> None:
+            self._sent.add(layer)
+            for share, gradient in arrived:
+                self._take(engine, layer, share, gradient.reshape(-1), first=first, last=engine.last_part)
+
+        engine.meter.aside(take, LOOKING_NBYTES * self._selected_numel(max(share.numel for share, _ in arrived)))
+
+    def _take(self, engine: Training, layer: int, share: Share, gradient: torch.Tensor, *, first: bool, last: bool) -> None:
+        going = self._round
+        assert going is not None
+        count = 1
+        if last and self._counts_ahead(going, share):
+            (count,) = engine.updating.numbers([share.slot], engine.counts)
+        self._put(going, engine.steps, self.store.direct(layer), share, gradient, count, first=first, last=last)
+
+    def _counts_ahead(self, going: BucketedExchange, share: Share) -> bool:
+        """The optimizer comes before the exchange, and not when something has come."""
+        return not going.part(share.name).whole and not self._raw
+
+    def _put(
+        self,
+        going: BucketedExchange,
+        step: int,
+        data: Opened,
+        share: Share,
+        gradient: torch.Tensor,
+        count: int,
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        """A gradient into what is kept, and, with the last micro-batch, what travels of that into the row."""
+        part, dtype = going.part(share.name), going.dtype(share.name)
+        if first and last and part.how is None and going.put_small(share.name, gradient) is not None:
+            return
+        sound = self._is_sound(share.name, gradient, first=first)
+        flag = None if isinstance(sound, bool) else sound
+        if sound is False:
+            going.checked(share.name, torch.tensor(False))
+            return
+        if part.whole:
+            if not first:
+                gradient = self._sums[share.name].add_(gradient)
+            elif not last:
+                self._sums[share.name] = gradient.float()
+            if last:
+                positions = None if part.how is None else select_topk(gradient, part.how)
+                going.put(share.name, positions, gradient if flag is None else gradient.to(dtype).masked_fill(~flag, 0))
+                self._sums.pop(share.name, None)
+        else:
+            piece, optimizer = share.piece(data), self.rules.of(share.slot.name, step)
+            kept = self._kept(share, piece, step)
+            lr = 1.0 if self._raw else float(rate(optimizer, step))
+            if first and optimizer.weight_decay and not self._raw and not isinstance(optimizer, AdamW):
+                gradient = gradient.float().add(piece.master, alpha=optimizer.weight_decay)
+            if last:
+                assert part.how is not None
+                packet = going.packet(share.name)
+                kept.send_into(packet, gradient, part.how, dtype, lr, count, first=first, sound=flag)
+            else:
+                kept.add(gradient, lr, first=first, sound=flag)
+        if last and flag is not None:
+            going.checked(share.name, flag)
+
+    def _is_sound(self, name: str, gradient: torch.Tensor, *, first: bool) -> torch.Tensor | bool:
+        """Whether it is finite, and the step's micro-batches before it were; on a device a flag, since the host would have to
+        wait to know."""
+        sound: torch.Tensor | bool
+        if gradient.is_cpu:
+            sound = finite(gradient)
+        else:
+            some = gradient if gradient.numel() else gradient.new_zeros(1)  # none at all have no largest
+            sound = torch.linalg.vector_norm(some, torch.inf) < torch.inf
+        self._sound[name] = sound if first else sound & self._sound[name]
+        return self._sound[name]
+
+    def _kept(self, share: Share, piece: Piece, step: int) -> ErrorFeedback:
+        optimizer, rest = self.rules.of(share.slot.name, step), self.residuals.of(share.name)
+        rule: Rule = Momentum(momentum=0.0)
+        if isinstance(optimizer, AdamW) and not self._raw:
+            rule = Adaptive(betas=optimizer.betas, eps=optimizer.eps)
+        elif isinstance(optimizer, SGD) and not self._raw:
+            rule = Momentum(momentum=optimizer.momentum)
+        states = [] if self._raw else piece.states
+        return ErrorFeedback(rule=rule, states=states, rest=rest, numel=share.numel, masking=self.settings.masking)
+
+    @property
+    def _raw(self) -> bool:
+        """What travels is of gradients, and the optimizer comes after that."""
+        return self.settings.of == "gradient"
+
+    def _bad(self, engine: Training, going: BucketedExchange) -> str | None:
+        """A parameter whose gradient is not finite, and on which rank; the same words on all of them."""
+        found, gpus = going.bad(), self.store.wire.world
+        names = [slot.name for space in self.store.table.layers for slot in space.slots]
+        mine = [0, 0] if found is None else [1 + names.index(found[0].rpartition("@")[0] if gpus > 1 else found[0]), found[1]]
+        if gpus > 1:  # what others in this node have exchanged I have not seen
+            rows = self.store.wire.every(torch.tensor(mine))
+            mine = rows[rows[:, 0].argmax()].tolist()
+        where = f"rank {mine[1]}" if gpus == 1 else f"node {mine[1]}"
+        return f"gradient of {names[mine[0] - 1]} is not finite on {where}" if mine[0] else None
+
+    def _skip(self, engine: Training, going: BucketedExchange, bad: str) -> None:
+        """Nobody updates anything; what was sent waits again."""
+        warnings.warn(f"step {engine.steps}: {bad}; the update is skipped", stacklevel=6)
+        engine.skipped += 1
+        for layer, shares in enumerate(self._trained):
+            data = self.store.direct(layer)
+            for share in shares:
+                if share.name in going.present and not going.part(share.name).whole:
+                    self._kept(share, share.piece(data), engine.steps).give_back(*going.mine(share.name))
+        restore_all(self.store, engine.arrived.values())
+
+
+def _end(comm: Worker, wire: Wire) -> None:
+    """The exchange's thread, and its process group."""
+    comm.close()
+    leave(wire)

@@ -1,0 +1,200 @@
+"""Seeing a run: a line that follows it on a terminal, plain lines elsewhere, and a metrics file.
+
+Only rank 0 shows and writes. The loss may still be on its way on the device; it is waited for only where it is needed: at
+every step for a metrics file, else when a line is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+
+from scrimp.engine.observe.metrics import MetricsFile
+from scrimp.errors import RunError
+from scrimp.ledger import format_nbytes
+
+if TYPE_CHECKING:
+    from scrimp.engine._engine import Engine
+
+DRAW_SECONDS, LINE_SECONDS, LINES = 0.1, 10.0, 10  # on a terminal; elsewhere, at least that often and that many in a run
+WINDOW = 20  # steps over which speed and the time to go are averaged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One step, as the engine's counters show it. Steps count from 0."""
+
+    step: int
+    loss: torch.Tensor | float
+    seconds: float
+    tokens: int
+    device_nbytes: int
+    device_peak_nbytes: int
+    host_nbytes: int
+    up_nbytes: int
+    down_nbytes: int
+    skipped: int
+    lr: float | None
+    disk: dict[str, float | str]  # nothing, if none is used
+
+
+class Progress:
+    """`with scrimp.Progress(engine, steps=1000, metrics="run.jsonl") as progress:`, then `progress.update(loss, tokens)`
+    after each step. `steps` counts from the very first, so a resumed run goes on where it was; `tokens` are the step's,
+    over all ranks; `quiet` shows nothing but still writes the metrics."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        steps: int | None = None,
+        metrics: str | Path | None = None,
+        quiet: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        self.engine = engine._run
+        self.steps = steps
+        first = self.engine.wire.rank == 0
+        self.console = (console or Console(stderr=True)) if first and not quiet else None
+        self._path = metrics if first else None
+        self._file: MetricsFile | None = None
+        self._bar: Bar | None = None
+        self._last: Reading | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        self._first = True
+        self._began: float | None = None  # of the step in progress
+        self._shown: tuple[float, int] | None = None  # when, and how many steps were done
+
+    def __enter__(self) -> Progress:
+        if self._path is not None:
+            self._file = MetricsFile(self._path, self.engine.steps)
+        if self.console is not None and self.console.is_terminal:
+            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=False))
+            self._bar = Bar(BarColumn(bar_width=16), text, console=self.console, auto_refresh=False)
+            self._task = self._bar.add_task(f"step {self.engine.steps}", total=self.steps, completed=self.engine.steps)
+            self._bar.start()
+        self._count_traffic()
+        self._began = perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None and self._last is not None and self._shown is not None and self._shown[1] != self._last.step + 1:
+            self._show(self._last)
+        if self._bar is not None:
+            self._bar.stop()
+        if self._file is not None:
+            self._file.close()
+        self._began = None
+
+    def update(self, loss: torch.Tensor | float, tokens: int = 0) -> None:
+        """A step was made, with this loss."""
+        if self._began is None:
+            raise RunError(
+                "progress.update() outside of its block: write `with scrimp.Progress(engine) as progress:` around the loop"
+            )
+        if self.console is None and self._file is None:
+            return
+        now = perf_counter()
+        reading = self._read(loss, tokens, now - self._began)
+        self._began = now
+        if len(self._recent) == 1 and self._first:
+            self._recent.clear()  # the first step records and warms up: it says little once there is another
+            self._first = False
+        self._last = reading
+        self._recent.append((reading.seconds, tokens))
+        if self._file is not None:
+            self._file.write(_row(reading))
+        if self.console is not None and self._is_due(now, reading.step + 1):
+            self._show(reading)
+
+    def _read(self, loss: torch.Tensor | float, tokens: int, seconds: float) -> Reading:
+        engine, step = self.engine, self.engine.steps - 1
+        before = self._traffic
+        self._count_traffic()
+        up, down, read, written = (after - b for after, b in zip(self._traffic, before, strict=True))
+        lr = engine.rules.groups(step)[0].lr
+        return Reading(
+            step=step,
+            loss=loss.detach() if isinstance(loss, torch.Tensor) else loss,
+            seconds=seconds,
+            tokens=tokens,
+            device_nbytes=engine.ledger.total_nbytes,
+            device_peak_nbytes=engine.ledger.peak_nbytes,
+            host_nbytes=engine.store.host_nbytes(),
+            up_nbytes=up,
+            down_nbytes=down,
+            skipped=engine.skipped,
+            lr=float(lr) if isinstance(lr, (int, float)) else None,
+            disk=engine.store.spill.figures(read, written),
+        )
+
+    def _count_traffic(self) -> None:
+        traffic = self.engine.store.traffic
+        self._traffic = (traffic.up_nbytes, traffic.down_nbytes, traffic.read_nbytes, traffic.written_nbytes)
+
+    def _is_due(self, now: float, done: int) -> bool:
+        if self._shown is None or done == self.steps:
+            return True
+        when, before = self._shown
+        if self._bar is not None:
+            return now - when >= DRAW_SECONDS
+        crossed = self.steps is not None and done * LINES // max(self.steps, 1) != before * LINES // max(self.steps, 1)
+        return crossed or now - when >= LINE_SECONDS
+
+    def _show(self, reading: Reading) -> None:
+        assert self.console is not None
+        assert self._began is not None
+        done = reading.step + 1
+        self._shown = (self._began, done)
+        text = self._text(reading, done)
+        if self._bar is None:
+            self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+        else:
+            self._bar.update(self._task, description=text, completed=done, refresh=True)
+
+    def _text(self, reading: Reading, done: int) -> str:
+        """What is wanted most comes first: a narrow terminal may break the line."""
+        seconds = sum(seconds for seconds, _ in self._recent) or 1e-9
+        tokens = sum(tokens for _, tokens in self._recent)
+        parts = [f"step {done}" if self.steps is None else f"step {done}/{self.steps}", f"loss {float(reading.loss):.4f}"]
+        if reading.skipped:
+            parts.append(f"{reading.skipped} skipped")
+        if tokens:
+            parts.append(f"{tokens / seconds:,.0f} tokens/s")
+        if self.steps is not None:
+            left = max(self.steps - done, 0) * seconds / len(self._recent)
+            parts.append(f"eta {timedelta(seconds=round(left))}")
+        budget = format_nbytes(self.engine.budget.device_nbytes)
+        parts.append(
+            f"device {format_nbytes(reading.device_nbytes)}, peak {format_nbytes(reading.device_peak_nbytes)} of {budget}"
+        )
+        parts.append(f"host {format_nbytes(reading.host_nbytes)}")
+        parts.append(f"up {format_nbytes(reading.up_nbytes)}, down {format_nbytes(reading.down_nbytes)} a step")
+        return "  ".join(parts)
+
+
+def _row(reading: Reading) -> dict[str, object]:
+    row: dict[str, object] = {
+        "step": reading.step,
+        "loss": float(reading.loss),
+        "seconds": reading.seconds,
+        "tokens_per_second": reading.tokens / max(reading.seconds, 1e-9) if reading.tokens else None,
+        "device_peak_nbytes": reading.device_peak_nbytes,
+        "host_nbytes": reading.host_nbytes,
+        "up_nbytes": reading.up_nbytes,
+        "down_nbytes": reading.down_nbytes,
+        "skipped": reading.skipped,
+        **reading.disk,
+    }
+    return row if reading.lr is None else {**row, "lr": reading.lr}

@@ -1,0 +1,112 @@
+"""Which ranks train together: the default process group if there is one, one made under torchrun, else this process alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scrimp.chunks import Rates, Wire
+from scrimp.engine.setup.budget import Budget
+from scrimp.errors import MoveError, RunError
+from scrimp.layout import Mesh
+from scrimp.move import end_group, group_timeout
+
+
+def join_world(device: torch.device) -> Wire:
+    if not dist.is_available():
+        return Wire()
+    if not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if not dist.is_initialized():
+        return Wire()
+    over_gloo = dist.get_backend() == "gloo"
+    return Wire(world=dist.get_world_size(), rank=dist.get_rank(), device=torch.device("cpu") if over_gloo else device)
+
+
+def world_timeout(wire: Wire) -> timedelta | None:
+    """Of collectives of all ranks."""
+    return group_timeout(dist.group.WORLD, wire.device)
+
+
+def separate(wire: Wire) -> Wire:
+    """The same ranks in a group of their own, for collectives that another thread makes."""
+    if wire.world == 1:
+        return Wire()
+    group = dist.new_group(timeout=group_timeout(dist.group.WORLD, wire.device))
+    return Wire(world=wire.world, rank=wire.rank, group=group, device=wire.device)
+
+
+def leave(wire: Wire) -> None:
+    """End a group that `separate` or `nodes` made. Gloo's threads for it look for messages a hundred times a second, used or
+    not."""
+    if wire.group is not None and dist.is_initialized():
+        with suppress(ValueError, AssertionError):  # the user has ended all groups already
+            end_group(wire.group)
+
+
+def who_shares(wire: Wire, mesh: Mesh | None, *, sparse: bool) -> tuple[Wire, Wire]:
+    """The ranks that share homes with this one, and those with which it exchanges few entries, which is done apart."""
+    if mesh is not None and mesh.size != wire.world:
+        raise RunError(f"{mesh} has {mesh.size} ranks, and {wire.world} are here")
+    if not sparse:
+        return wire, Wire()
+    if mesh is None or len(mesh.axes) == 1:
+        return Wire(), separate(wire)
+    if len(mesh.axes) != 2:
+        raise RunError(f"Sparse on {mesh}: give a mesh of one axis, or of two, nodes and their GPUs")
+    return nodes(wire, mesh)
+
+
+def nodes(wire: Wire, mesh: Mesh) -> tuple[Wire, Wire]:
+    """For a mesh of nodes and GPUs, row by row: the ranks of my node, and those of my place in all nodes."""
+    here, across = Wire(), Wire()
+    (_, count), (_, gpus) = mesh.axes
+    timeout = group_timeout(dist.group.WORLD, wire.device) if wire.world > 1 else None
+    rows = [[node * gpus + place for place in range(gpus)] for node in range(count)]
+    columns = [[node * gpus + place for node in range(count)] for place in range(gpus)]
+    for ranks in [*rows, *columns] if wire.world > 1 else ():  # everybody makes every group
+        group = dist.new_group(ranks, timeout=timeout)
+        if wire.rank in ranks and len(ranks) > 1:
+            made = Wire(world=len(ranks), rank=ranks.index(wire.rank), group=group, device=wire.device)
+            here, across = (made, across) if ranks in rows else (here, made)
+    return here, across
+
+
+def agreed(wire: Wire, rates: Rates) -> Rates:
+    """Rank 0's: what is chosen by them must be the same everywhere."""
+    return Rates(**dict(zip(asdict(rates), wire.from_first(torch.tensor([*asdict(rates).values()])).tolist(), strict=True)))
+
+
+def least_of_all(wire: Wire, budget: Budget) -> Budget:
+    """Every rank plans for the smallest budget: they must all do the same."""
+    free = 0 if budget.disk_free_nbytes is None else budget.disk_free_nbytes
+    mine = torch.tensor([budget.device_nbytes, budget.plan_nbytes, budget.host_nbytes, free])
+    device, plan, host, free = wire.every(mine).amin(0).tolist()
+    disk_free = None if budget.disk_free_nbytes is None else free
+    return replace(budget, device_nbytes=device, plan_nbytes=plan, host_nbytes=host, disk_free_nbytes=disk_free)
+
+
+def ranks_here(wire: Wire) -> int:
+    """How many of the ranks share this host."""
+    name = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+    mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    return int((wire.every(mine) == mine).all(1).sum())
+
+
+def share_buffers(wire: Wire, model: nn.Module) -> None:
+    """As DDP does before a forward: every rank starts from rank 0's buffers."""
+    if wire.world == 1:
+        return
+    for name, buffer in model.named_buffers():
+        try:
+            dist.broadcast(buffer, src=0)
+        except RuntimeError as error:
+            raise MoveError(f"buffer {name} of rank 0 did not come: {error}") from error

@@ -1,0 +1,1 @@
+"""One forward and backward: fetch, run, recompute, evict; a failed attempt is undone."""

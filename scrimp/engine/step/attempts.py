@@ -1,0 +1,76 @@
+"""A step's gradients, tried until they fit: each attempt that fails is undone, and the next one takes less.
+
+attempt = prepare a plan for a batch of this shape; forward and backward
+    fits        -> the gradients are there, and nothing is updated yet
+    FitError    -> undo; evict homes, keep nothing, offload inputs; if nothing is left to try, find the least budget and raise
+    StepAgain   -> undo; the engine has learned something about the model
+    other error -> undo, and raise
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scrimp.engine.entry.least_budget import least_of_step
+from scrimp.engine.setup.process_groups import share_buffers
+from scrimp.engine.step.abandon import StepAgain, abandon
+from scrimp.engine.step.batch import Signature
+from scrimp.errors import FitError, MoveError, RunError
+
+if TYPE_CHECKING:
+    from scrimp.engine._training import Training
+    from scrimp.engine.schedule.planning import Planned
+
+
+def gradients(engine: Training, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, torch.Tensor]:
+    """Of a whole batch in `micro_batches` parts, or of one part with those that are `pending`."""
+    try:
+        if not engine.pending:
+            share_buffers(engine.wire, engine.model)
+            engine.exchanging.meet(engine)
+    except MoveError as error:
+        raise engine.named_error(error) from error
+    reason: FitError | None
+    while True:
+        try:
+            plan = engine.planning.prepare(key)
+        except MoveError as error:
+            raise engine.named_error(error) from error
+        engine.rollback.begin(tracing=plan.choice is None)
+        engine.residents.timing.typical = engine.planning.typical
+        try:
+            loss = engine.forward_backwards(plan, args, kwargs)
+            break
+        except FitError as error:
+            # No weight has changed yet. If there is a way that takes less, try that; not before this clause has
+            # ended: the error and its cause hold the frames, and they hold the activations that did not fit.
+            reason = error.bare()
+        except StepAgain as known:
+            reason, words, unfit = None, str(known), known.unfit
+        except BaseException:
+            _no_way_back(engine)
+            abandon(engine)
+            engine.rollback.back()
+            raise
+        if _no_way_back(engine):
+            raise reason or RunError(f"step {engine.steps}: {words}, and some layers had been updated already")
+        abandon(engine)
+        engine.rollback.back()
+        if reason is None:
+            engine.planning.never_again(unfit, words)
+        elif not engine.planning.spare(plan):
+            recomputable = engine.recompute.recomputable
+            reason = least_of_step(engine, reason, plan, args, kwargs)
+            if engine.recompute.recomputable == recomputable:  # else the trial found a way that has not been tried
+                raise reason
+    engine.rollback.done(tracing=plan.choice is None)
+    engine.residents.timing.end()
+    return plan, loss
+
+
+def _no_way_back(engine: Training) -> bool:
+    if engine.exchanging.started:
+        engine.broken = f"step {engine.steps} failed when some layers had been updated"
+    return engine.exchanging.started

@@ -1,0 +1,70 @@
+"""The batch: its signature, its parts, and its way to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from scrimp.errors import RunError
+
+Signature = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def signature(args: Any, kwargs: Any) -> Signature:
+    """What decides how much memory a step takes: dtypes and shapes of the tensors, in order."""
+    leaves = tree_leaves((args, kwargs))
+    return tuple((str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def covers(larger: Signature, smaller: Signature) -> bool:
+    """Whether a batch of the one takes at least the memory of the other: the same tensors, no dim smaller."""
+    return len(larger) == len(smaller) and all(
+        a[0] == b[0] and len(a[1]) == len(b[1]) and all(x >= y for x, y in zip(a[1], b[1], strict=True))
+        for a, b in zip(larger, smaller, strict=True)
+    )
+
+
+def parts(args: Any, kwargs: Any, count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The batch in equal parts along dim 0 of every tensor."""
+    if count == 1:
+        yield args, kwargs
+        return
+    leaves, spec = tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] % count):
+            raise RunError(
+                f"a tensor of shape {tuple(leaf.shape)} cannot be split into micro_batches={count} equal parts on dim 0"
+            )
+    for k in range(count):
+        part = [leaf.chunk(count)[k] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        part_args, part_kwargs = tree_unflatten(part, spec)
+        yield part_args, part_kwargs
+
+
+def to_device(args: Any, kwargs: Any, device: torch.device, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """Inputs on the device; floating-point ones in `dtype`, the precision of the weights they meet, or as they are."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(device, dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype)
+
+    moved: tuple[Any, Any] = tree_map(move, (args, kwargs))
+    return moved
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    """The scalar loss in what a model returned."""
+    loss = out
+    if isinstance(out, dict):
+        loss = out.get("loss")
+    elif not isinstance(out, torch.Tensor):
+        loss = getattr(out, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise RunError(
+            f"the model returned {type(out).__name__}, which is no scalar loss and has no `loss`; give Engine(loss=function)"
+        )
+    return loss.reshape(())

@@ -1,0 +1,1 @@
+"""The global gradient check, then the optimizer's update on device, host or disk."""

@@ -1,0 +1,231 @@
+"""The update of layers whose masters and states are on disk: beside the step, tile by tile.
+
+    waiting -> read into a free stage -> updated by the host's worker -> written -> the stage is free again
+
+Each tile goes this way for itself, so that the disk reads ahead and writes behind while the worker updates; the tiles of
+the layers needed first go first. A layer's weights are new when its last tile was updated: its next forward waits for that
+alone. A tile is not read again before it was written. An error anywhere fails the worker, and with it every gate.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from scrimp.chunks import DISK, Gate, Piece, Rules, Slot, Store, Updater, Worker, region_requests
+
+WRITE, READ = 0, 1  # what is written frees a stage, so it goes first
+
+
+@dataclass(kw_only=True)
+class _Update:
+    """A layer's, in one step."""
+
+    layer: int
+    slots: list[tuple[Slot, int]]  # with how often each was updated, this time included
+    step: int
+    scale: torch.Tensor | None
+    come: list[torch.cuda.Event]  # its gradients are there after these
+    updated: Gate
+    written: Gate
+    to_update: int = 0  # tiles
+    to_write: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tile:
+    """Elements [start, stop) of a layer's arenas on this rank."""
+
+    update: _Update
+    start: int
+    stop: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.update.layer, self.start
+
+
+class DiskUpdates:
+    """`seconds` and `numel` are what the worker has spent here, and on how many elements."""
+
+    def __init__(self, store: Store, worker: Worker, updater: Updater, rules: Rules) -> None:
+        self.seconds, self.numel = 0.0, 0
+        self._store = store
+        self._worker = worker
+        self._updater = updater
+        self._rules = rules
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, int, _Tile]] = []
+        self._count = itertools.count()
+        self._busy: set[tuple[int, int]] = set()  # tiles on their way from disk and back
+        self._moving = 0  # batches that are read or written now
+        self._over = False
+        if store.host_room_nbytes is not None:
+            store.spill.within(store.host_room_nbytes - _resident_nbytes(store))
+
+    def start(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
+        """Begin a layer's update; `store.gates` has its gate."""
+        store = self._store
+        if layer in store.gates:  # another part of it landed earlier in this step
+            store.gates[layer].wait()
+        for tensor in store.spill.make():
+            store.own(tensor)
+        update = _Update(
+            layer=layer,
+            slots=list(zip(slots, numbers, strict=True)),
+            step=step,
+            scale=scale,
+            come=store.take_coming_down(layer),
+            updated=self._worker.promise(),
+            written=self._worker.promise(),
+        )
+        store.gates[layer] = update.updated
+        store.spill.writing = [*(gate for gate in store.spill.writing if not gate.open), update.written]
+        numel = store.shards.trained_numel(layer)
+        found = [_Tile(update=update, start=start, stop=stop) for start, stop in store.spill.tiles(numel)]
+        found = [tile for tile in found if any(True for _ in self._spans(tile))]
+        if not found:  # nothing of what landed is on this rank
+            self._worker.keep(update.updated)
+            self._worker.keep(update.written)
+            return
+        update.to_update = update.to_write = len(found)
+        with self._changed:
+            for tile in found:
+                heapq.heappush(self._waiting, (layer, next(self._count), tile))
+            self._next()
+
+    def drop(self) -> None:
+        """Begin nothing more, and wait for what the disk is doing. What is on disk then is of no use."""
+        with self._changed:
+            self._over = True
+            self._waiting.clear()
+            self._changed.wait_for(lambda: not self._moving)
+        self._store.spill.writing.clear()
+        self._store.spill.let_go()
+
+    def _next(self) -> None:
+        """Tiles that wait, into stages that are free; under the lock."""
+        later = []
+        while self._waiting and self._store.spill.free:
+            row = heapq.heappop(self._waiting)
+            tile = row[2]
+            if tile.key in self._busy:  # still being written
+                later.append(row)
+                continue
+            self._busy.add(tile.key)
+            self._move(tile, self._store.spill.free.pop(), READ)
+        for row in later:
+            heapq.heappush(self._waiting, row)
+
+    def _move(self, tile: _Tile, stage: list[torch.Tensor], way: int) -> None:
+        """To the disk or from it; under the lock."""
+        placement, spill = self._store.placements[tile.update.layer], self._store.spill
+        assert placement.file is not None
+        tensors = spill.part(placement, stage, slice(0, tile.stop - tile.start))
+        batch = region_requests(placement.file, tensors, at=spill.at(placement, tile.start), write=way == WRITE)
+        spill.queue.start(way, batch, partial(self._moved, tile, stage, way))
+        self._moving += 1
+
+    def _moved(self, tile: _Tile, stage: list[torch.Tensor], way: int, error: BaseException | None) -> None:
+        """In one of the disk's threads, when it is done with a tile."""
+        try:
+            if error is not None:
+                self._fail(error)
+            elif way == READ:
+                self._count_bytes(tile, stage, way)
+                self._worker.submit(tile.update.layer, partial(self._update, tile, stage), tile.update.come)
+            else:
+                self._count_bytes(tile, stage, way)
+                self._written(tile, stage)
+        except BaseException as caught:
+            self._fail(caught)
+        finally:
+            with self._changed:
+                self._moving -= 1
+                self._changed.notify_all()
+
+    def _count_bytes(self, tile: _Tile, stage: list[torch.Tensor], way: int) -> None:
+        moved = self._store.spill.part(self._store.placements[tile.update.layer], stage, slice(0, tile.stop - tile.start))
+        nbytes = sum(tensor.nbytes for tensor in moved)
+        with self._changed:
+            if way == READ:
+                self._store.traffic.read_nbytes += nbytes
+            else:
+                self._store.traffic.written_nbytes += nbytes
+
+    def _written(self, tile: _Tile, stage: list[torch.Tensor]) -> None:
+        """The stage is free for the next tile."""
+        update = tile.update
+        with self._changed:
+            self._busy.remove(tile.key)
+            if not self._over:
+                self._store.spill.free.append(stage)  # before the gate opens: who waits for it may let the stages go
+                self._next()
+            update.to_write -= 1
+            if not update.to_write:
+                self._worker.keep(update.written)
+
+    def _update(self, tile: _Tile, stage: list[torch.Tensor]) -> None:
+        """In the worker."""
+        update = tile.update
+        try:
+            start = time.perf_counter()
+            for slot, count, piece, own_master in self._pieces(tile, stage):
+                optimizer = self._rules.of(slot.name, update.step)
+                self._updater.apply(optimizer, update.step, count, piece, update.scale, own_master=own_master)
+                self.numel += piece.master.numel()
+            self.seconds += time.perf_counter() - start
+            with self._changed:
+                if not self._over:
+                    self._move(tile, stage, WRITE)
+            update.to_update -= 1
+            if not update.to_update:
+                self._worker.keep(update.updated)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _spans(self, tile: _Tile) -> Iterator[tuple[Slot, int, slice, slice]]:
+        """What a tile has of each slot, as spans (in the parameter, in the arenas). They begin at multiples of 64 elements
+        of the parameter, as tiles do and as slots do: so no bit depends on the size of tiles."""
+        for slot, count in tile.update.slots:
+            for inside, span in self._store.shards.pieces(tile.update.layer, slot):
+                start, stop = max(span.start, tile.start), min(span.stop, tile.stop)
+                if start < stop:
+                    first = inside.start + start - span.start
+                    yield slot, count, slice(first, first + stop - start), slice(start, stop)
+
+    def _pieces(self, tile: _Tile, stage: list[torch.Tensor]) -> Iterator[tuple[Slot, int, Piece, bool]]:
+        placement = self._store.placements[tile.update.layer]
+        own_master = placement.weights.dtype == torch.float32
+        for slot, count, inside, span in self._spans(tile):
+            weight = placement.weights[span]
+            here = slice(span.start - tile.start, span.stop - tile.start)
+            tensors = self._store.spill.part(placement, stage, here)
+            piece = Piece(
+                inside=inside,
+                weight=weight,
+                gradient=weight if placement.gradients is None else placement.gradients[span],
+                master=weight if own_master else tensors[0],
+                states=tensors if own_master else tensors[1:],
+            )
+            yield slot, count, piece, own_master
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._over = True
+            self._waiting.clear()
+        self._worker.fail(error)
+
+
+def _resident_nbytes(store: Store) -> int:
+    """What all homes take on the host for good, wherever they are now."""
+    rows = [(store.placement_nbytes(k), placement.tier == DISK) for k, placement in enumerate(store.placements)]
+    return sum(weights + gradients + (0 if on_disk else rest) for (weights, gradients, rest), on_disk in rows)

@@ -1,0 +1,92 @@
+"""After backward, before any update: are the gradients finite, what is their norm, by what are they scaled.
+
+In fp16 the loss is scaled up before backward, so that small gradients are not lost, and the gradients scaled down in the
+update: the scale halves when a gradient overflows (and the update is skipped), and doubles after many good steps. Scales
+are powers of two, so that scaling changes no bit of what does not overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from scrimp.chunks import Slot, Store, gradient_norm
+
+FIRST_SCALE, GOOD_STEPS = 2.0**16, 2000
+
+
+@dataclass
+class LossScale:
+    """1 for ever, unless `dynamic`."""
+
+    dynamic: bool
+    value: float = 1.0
+    good: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dynamic:
+            self.value = FIRST_SCALE
+
+    def saw(self, *, finite: bool) -> None:
+        if not self.dynamic:
+            return
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good % GOOD_STEPS == 0:
+            self.value *= 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCheck:
+    """`bad`: the first parameter whose gradient is not finite; `scale` is what gradients are multiplied with."""
+
+    norm: float | None = None
+    bad: str | None = None
+    scale: torch.Tensor | None = None
+
+
+def check_gradients(
+    store: Store,
+    arrived: list[tuple[int, Slot]],
+    known: Mapping[str, torch.Tensor],
+    *,
+    clip: float | None,
+    loss_scale: float,
+) -> GradientCheck:
+    """Every rank comes to the same verdict. `known`: norms that were taken on the device, while the gradients were there."""
+    rows = []
+    for layer, slot in arrived:
+        if slot.name in known:
+            rows.append(known[slot.name])
+            continue
+        parts = [gradient_norm(gradient) for gradient in store.gradients_of(layer, slot)]
+        if store.wire.world > 1:
+            parts = [sum((part.cpu() * part.cpu() for part in parts), start=torch.zeros(()))]
+        rows.append(parts[0] if parts else torch.zeros(()))  # of a parameter without elements
+    if not rows:
+        return GradientCheck()
+    norms = _on_host(rows)
+    if store.wire.world > 1:
+        norms = store.wire.sum(norms).sqrt()
+    total = torch.linalg.vector_norm(norms) / loss_scale
+    bad = None
+    if not bool(torch.isfinite(total)):
+        bad = next((slot.name for (_, slot), value in zip(arrived, norms, strict=True) if not value.isfinite()), "their sum")
+    scale = None
+    if clip is not None:
+        scale = torch.clamp(clip / (total + 1e-6), max=1.0)
+    if loss_scale != 1.0:
+        scale = (torch.ones(()) if scale is None else scale) / loss_scale
+    return GradientCheck(norm=float(total), bad=bad, scale=scale)
+
+
+def _on_host(rows: list[torch.Tensor]) -> torch.Tensor:
+    """In one transfer, which waits for all that was computed."""
+    there = [k for k, row in enumerate(rows) if row.is_cuda]
+    if there:
+        for k, row in zip(there, torch.stack([rows[k] for k in there]).cpu(), strict=True):
+            rows[k] = row
+    return torch.stack(rows)

@@ -1,0 +1,89 @@
+"""What came from all ranks for one parameter: taken from a master entry by entry, or as a mean piece by piece.
+
+Rank after rank, so that all replicas have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from scrimp.exchange._bucket import Bucket, Part, misplaced
+from scrimp.exchange._error_feedback import feedback_pieces
+from scrimp.exchange._native_select import host_selection
+from scrimp.exchange._packet import unpack
+from scrimp.exchange._row_topk import COLUMNS
+from scrimp.exchange._select_fused import device_selection
+
+
+def subtract_mean(
+    master: torch.Tensor, rows: torch.Tensor, bucket: Bucket, part: Part, scale: float, weight: torch.Tensor | None = None
+) -> None:
+    """The mean of what the ranks sent, times `scale`; `weight` is written where it has changed."""
+    assert part.how is not None
+    kernel, world = device_selection(master.device, bucket.dtype), rows.shape[0]
+    native = host_selection() if master.is_cpu else None
+    if native is not None:
+        native.arrived(rows[:, part.start : part.stop], part.how, bucket.dtype, master, -scale / world, weight)
+        return
+    for rank in range(world):
+        packet = rows[rank, part.start : part.stop]
+        if kernel is not None:
+            kernel.apply(packet, part.how, bucket.dtype, master, -scale / world, weight=weight)
+            continue
+        positions, values = unpack(packet, part.how, bucket.dtype)
+        master.index_add_(0, positions, values.float(), alpha=-scale / world)
+        if weight is not None:
+            weight[positions] = master[positions].to(weight.dtype)
+
+
+def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The mean in fp32, in pieces that are small whatever the parameter's size; each is good until the next."""
+    world = rows.shape[0]
+    if part.how is None:
+        for span in feedback_pieces(part.numel, rows.device):
+            yield span, mean_of(rows, part.start + span.start * bucket.dtype.itemsize, span.stop - span.start, bucket.dtype)
+        return
+    sent = [unpack(row[part.start : part.stop], part.how, bucket.dtype) for row in rows]
+    for span in feedback_pieces(part.numel, rows.device):
+        mean = torch.zeros(span.stop - span.start, device=rows.device)
+        for positions, values in sent:
+            first, last = _entries(part, span)
+            mean.index_add_(0, positions[first:last] - span.start, values[first:last].float(), alpha=1 / world)
+        yield span, mean
+
+
+def mean_of(rows: torch.Tensor, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Over the rows, of so many values from a byte on."""
+    native = host_selection() if rows.is_cpu else None
+    if native is not None:
+        return native.mean(rows, start, numel, dtype)
+    first, *others = rows[:, start : start + numel * dtype.itemsize].view(dtype)
+    mean: torch.Tensor = first.to(torch.float32, copy=True).mul_(1 / len(rows))
+    for values in others:
+        mean.add_(values, alpha=1 / len(rows))
+    return mean
+
+
+def average_onto(rows: torch.Tensor, bucket: Bucket, target: Callable[[Part], torch.Tensor]) -> str | None:
+    """The mean onto flat fp32 targets. What is wrong with what came, if something is."""
+    for rank, row in enumerate(rows):
+        trouble = misplaced(row, bucket)
+        if trouble is not None:
+            return f"rank {rank} sent {trouble}"
+    for part in bucket.parts:
+        into = target(part)
+        if part.how is not None:
+            subtract_mean(into, rows, bucket, part, -1.0)
+            continue
+        for span, mean in mean_pieces(rows, bucket, part):
+            into[span].add_(mean)
+    return None
+
+
+def _entries(part: Part, span: slice) -> tuple[int, int]:
+    """Which of a packet's entries are those of whole rows."""
+    assert part.how is not None
+    first = span.start // COLUMNS * part.how.per_row
+    return first, part.how.entries if span.stop == part.numel else span.stop // COLUMNS * part.how.per_row

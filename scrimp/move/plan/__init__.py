@@ -1,0 +1,1 @@
+"""Synthesis of a program of collectives, without torch."""

@@ -1,0 +1,1 @@
+"""Running programs on torch.distributed."""

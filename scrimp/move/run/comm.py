@@ -1,0 +1,221 @@
+"""The ranks of a mesh as torch.distributed knows them: groups, and serving what steps ask for.
+
+Parts travel point to point over the one group of the mesh: no group is made for them. Only on NCCL are groups made,
+for gathers and sums, where its own algorithms save traffic between nodes; gloo's are slower than point to point.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scrimp.errors import MoveError
+from scrimp.layout import Mesh
+from scrimp.move.run.requests import AllReduce, Exchange, Gather, Part, ReduceScatter, Request
+from scrimp.move.run.torch_private import all_gather_flat, group_timeout, reduce_scatter_flat
+
+TAGS = 1 << 29
+
+Order = Callable[[tuple[int, ...]], tuple[int, ...]]
+
+_comms: dict[tuple[int | None, tuple[int, ...]], Comm] = {}
+
+
+class Comm:
+    """`rank` is this process's mesh rank. `native`, if set, overrides whether gathers and sums use collectives on
+    sub-groups, which otherwise they do on CUDA."""
+
+    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
+        self.group = group
+        self.world = dist.group.WORLD  # held, so that it can be told from a later one
+        self.ranks = tuple(ranks)  # global rank of each mesh rank
+        self.rank = self.ranks.index(dist.get_rank())
+        self.peers = tuple(dist.get_group_rank(group, rank) for rank in self.ranks)  # group rank of each mesh rank
+        self.native: bool | None = None
+        self.agreed: dict[str, int] = {}  # programs that the ranks have compared, and what they learned
+        self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._apart: Any = None  # for parts on CUDA
+
+    def serve(self, requests: Sequence[Request], tag: int = 0) -> None:
+        """Serve requests that are due at the same moment, each kind and group in one call. `tag` tells their messages
+        from those of other programs and of the user's own."""
+        self._exchange([request for request in requests if isinstance(request, Exchange)], TAGS + tag % TAGS)
+        for kind, call in ((Gather, self._gather), (ReduceScatter, self._reduce_scatter), (AllReduce, self._all_reduce)):
+            alike: dict[object, list[Any]] = defaultdict(list)
+            for request in requests:
+                if isinstance(request, kind):
+                    alike[(request.members, _tensor(request).dtype if kind is not Gather else None)].append(request)
+            for batch in alike.values():
+                call(batch)
+
+    def _exchange(self, requests: list[Exchange], tag: int) -> None:
+        sends, receives = (_by_peer(parts) for parts in ([r.sends for r in requests], [r.receives for r in requests]))
+        incoming = {peer: _raw(pieces[0]) if len(pieces) == 1 else _raw_buffer(pieces) for peer, pieces in receives.items()}
+        outgoing = {peer: _raw(pieces[0]) if len(pieces) == 1 else _joined(pieces) for peer, pieces in sends.items()}
+        ops = [self._op(dist.irecv, peer, data, tag) for peer, data in incoming.items()]
+        ops += [self._op(dist.isend, peer, data, tag) for peer, data in outgoing.items()]
+        if ops:
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+        for peer, pieces in receives.items():
+            if len(pieces) > 1:
+                _split(incoming[peer], pieces)
+
+    @property
+    def made(self) -> list[Any]:
+        """The groups that it made for itself."""
+        return [group for group in (*self._subgroups.values(), self._apart) if group is not None]
+
+    def _op(self, op: Any, peer: int, data: torch.Tensor, tag: int) -> dist.P2POp:
+        if data.device.type != "cuda":
+            return dist.P2POp(op, data, group=self.group, group_peer=self.peers[peer], tag=tag)
+        if self._apart is None:  # NCCL knows no tags: a group of its own keeps parts from the user's messages
+            timeout = group_timeout(self.group, data.device)
+            self._apart = dist.new_group(sorted(self.ranks), timeout=timeout, use_local_synchronization=True)
+        return dist.P2POp(op, data, group=self._apart, peer=self.ranks[peer])
+
+    def _gather(self, batch: list[Gather]) -> None:
+        group = self._subgroup(batch[0].members, batch[0].local.device)
+        if len(batch) == 1:
+            all_gather_flat(_raw(batch[0].out), _raw(batch[0].local), group)
+            return
+        local = _joined([request.local for request in batch])
+        out = local.new_empty((len(batch[0].members), local.numel()))
+        all_gather_flat(out.view(-1), local, group)
+        for row, k in zip(out, range(len(out)), strict=True):
+            _split(row, [request.out[k] for request in batch])
+
+    def _reduce_scatter(self, batch: list[ReduceScatter]) -> None:
+        group = self._subgroup(batch[0].members, batch[0].out.device)
+        members = len(batch[0].members)
+        if len(batch) == 1:
+            reduce_scatter_flat(_real(batch[0].out).view(-1), _real(batch[0].parts).view(-1), group)
+            return
+        parts = torch.cat([_real(request.parts).reshape(members, -1) for request in batch], dim=1)
+        out = parts.new_empty(parts.shape[1])
+        reduce_scatter_flat(out, parts.view(-1), group)
+        _split(_raw(out), [request.out for request in batch])
+
+    def _all_reduce(self, batch: list[AllReduce]) -> None:
+        group = self._subgroup(batch[0].members, batch[0].total.device)
+        if len(batch) == 1:
+            dist.all_reduce(_real(batch[0].total), group=group)
+            return
+        total = torch.cat([_real(request.total).reshape(-1) for request in batch])
+        dist.all_reduce(total, group=group)
+        _split(_raw(total), [request.total for request in batch])
+
+    def order_on(self, device: torch.device) -> Order | None:
+        native = device.type == "cuda" if self.native is None else self.native
+        return self._order if native else None
+
+    def _order(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Mesh ranks as their sub-group numbers them: torch sorts a new group by global rank."""
+        whole = len(members) == len(self.ranks)
+        return tuple(sorted(members, key=(self.peers if whole else self.ranks).__getitem__))
+
+    def _subgroup(self, members: tuple[int, ...], device: torch.device) -> Any:
+        if len(members) == len(self.ranks):
+            return self.group
+        if members not in self._subgroups:
+            self._subgroups[members] = dist.new_group(
+                [self.ranks[member] for member in members],
+                timeout=group_timeout(self.group, device),
+                use_local_synchronization=True,  # the other groups of the mesh are made by their own members
+            )
+        return self._subgroups[members]
+
+
+def comm_for(mesh: Mesh, group: Any) -> Comm | None:
+    """The communicator for a mesh on a group, a DeviceMesh of its shape, or the default group; None for one device."""
+    is_mesh = hasattr(group, "mesh_dim_names")  # a DeviceMesh, known by its looks so that its module is not loaded
+    if is_mesh:
+        shape, sizes = tuple(group.mesh.shape), tuple(size for _, size in mesh.axes)
+        if shape != sizes:
+            raise MoveError(f"the DeviceMesh has shape {shape}, the program's mesh {mesh} has {sizes}")
+        names = tuple(group.mesh_dim_names or ())
+        if names != mesh.names and sorted(names) == sorted(mesh.names):
+            raise MoveError(f"the DeviceMesh has the dims {names}, the program's mesh {mesh} has the axes {mesh.names}")
+    if mesh.size == 1:
+        if group is not None and not is_mesh and dist.get_world_size(group) > 1:
+            raise MoveError(f"the mesh {mesh} has 1 device, the group has {dist.get_world_size(group)} ranks")
+        return None
+    if not dist.is_initialized():
+        raise MoveError(
+            f"the mesh {mesh} has {mesh.size} devices, but torch.distributed is not initialised: "
+            "start with torchrun and call torch.distributed.init_process_group"
+        )
+    ranks = group.mesh.flatten().tolist() if is_mesh else dist.get_process_group_ranks(group or dist.group.WORLD)
+    if len(ranks) != mesh.size:
+        raise MoveError(f"the mesh {mesh} has {mesh.size} devices, the group has {len(ranks)} ranks")
+    if dist.get_rank() not in ranks:
+        raise MoveError(f"rank {dist.get_rank()} is not among the ranks {list(ranks)} of the mesh {mesh}")
+    return _cached_comm(None if is_mesh else group, tuple(ranks))
+
+
+def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:
+    world = dist.group.WORLD
+    for stale in [key for key, comm in _comms.items() if comm.world is not world]:
+        del _comms[stale]  # destroy_process_group was called since: everything is made anew
+    key = (None if group is None else id(group), ranks)
+    if key not in _comms or (group is not None and _comms[key].group is not group):
+        if group is None and sorted(ranks) == list(range(dist.get_world_size())):
+            group = world
+        elif group is None:
+            timeout = group_timeout(world, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+            group = dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
+        _comms[key] = Comm(group, ranks)
+    return _comms[key]
+
+
+def end_group(group: Any) -> None:
+    """Destroy a process group, and what moves over it have made: sub-groups, and the communicator that would keep it alive."""
+    for key in [key for key, comm in _comms.items() if comm.group is group]:
+        for made in _comms.pop(key).made:
+            dist.destroy_process_group(made)
+    dist.destroy_process_group(group)
+
+
+def _tensor(request: Any) -> torch.Tensor:
+    tensor: torch.Tensor = request.total if isinstance(request, AllReduce) else request.out
+    return tensor
+
+
+def _by_peer(parts: list[list[Part]]) -> dict[int, list[torch.Tensor]]:
+    """The pieces for each peer, in the order of the requests, which is the same at both ends."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for part in parts:
+        for peer, piece in part:
+            found.setdefault(peer, []).append(piece)
+    return found
+
+
+def _raw(piece: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: what only moves needs no dtype, and gloo knows few."""
+    # not view(-1): one element may be contiguous with any stride, and keep it
+    return piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)
+
+
+def _raw_buffer(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0].new_empty(sum(piece.nbytes for piece in pieces), dtype=torch.uint8)
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([_raw(piece) for piece in pieces])
+
+
+def _split(raw: torch.Tensor, pieces: list[torch.Tensor]) -> None:
+    """Bytes laid end to end, back into the tensors they are for."""
+    start = 0
+    for piece in pieces:
+        _raw(piece).copy_(raw[start : start + piece.nbytes])
+        start += piece.nbytes
+
+
+def _real(array: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs: backends add only real ones."""
+    return torch.view_as_real(array) if array.is_complex() else array

@@ -1,0 +1,300 @@
+"""The steps of a program on one rank's array.
+
+Memory: a step packs what it sends, lets go of its input, receives, lets go of what it sent, and unpacks, so that no
+more than two arrays of a tile's size live at a time. Parts that lie in one piece are sent and received in place.
+Where some rank must send more than a tile (few holders, many needers), the exchange goes in rounds through a stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from scrimp.layout import Box, Mesh, box_numel
+from scrimp.move.plan.routes import Routes, routes
+from scrimp.move.program import Program, Step
+from scrimp.move.run.requests import AllReduce, Exchange, Gather, Part, ReduceScatter, Request
+
+STAGE_FLOOR_NBYTES = 1 << 20
+STAGE_SHARE = 8
+
+
+def stage_nbytes(program: Program) -> int:
+    """What a run may hold beyond two tiles."""
+    return max(STAGE_FLOOR_NBYTES, program.cap_numel * program.itemsize // STAGE_SHARE)
+
+
+Order = Callable[[tuple[int, ...]], tuple[int, ...]]
+
+
+class Holder:
+    """The array between steps. Only it refers to the array, so that `release` frees the memory at once."""
+
+    def __init__(self, local: torch.Tensor, *, donate: bool) -> None:
+        self.array = local
+        self._input: torch.Tensor | None = local
+        self._donate = donate
+
+    def release(self) -> None:
+        """Let go of the array: what is still needed of it has been packed."""
+        self.array = self.array.new_empty(0)
+        if self._input is not None and self._donate:
+            storage = self._input.untyped_storage()
+            # Contiguous and as large as the storage: it is all of it, not a view that repeats a part.
+            if storage.resizable() and self._input.is_contiguous() and storage.nbytes() == self._input.nbytes:
+                storage.resize_(0)
+        self._input = None
+
+    def finish(self) -> torch.Tensor:
+        """The result: contiguous, and sharing nothing with an input."""
+        if self._input is None and self.array.is_contiguous():
+            return self.array
+        result = self.array.clone(memory_format=torch.contiguous_format)
+        self.release()
+        return result
+
+
+def overload(program: Program, rank: int) -> int:
+    """How many tiles' worth this rank must send at most in a step where anything may go anywhere, rounded up."""
+    loose = [step for step in program.steps if step.kind in ("exchange", "direct")]
+    most = max((routes(program, step, rank).sent_numel for step in loose), default=0)
+    return -(-most // max(program.cap_numel, 1))
+
+
+def execute(program: Program, step: Step, rank: int, holder: Holder, *, order: Order | None, load: int) -> Iterator[Request]:
+    """Run one step. With an `order` gathers and sums are collectives of the backend, among mesh ranks that it puts as
+    their sub-group does; `load` is the largest overload of any rank."""
+    members = program.mesh.group(rank, step.axes)
+    if step.kind == "all_reduce" and 0 in program.shape:
+        return
+    if step.kind == "all_reduce":
+        yield from _native_all_reduce(holder, order(members)) if order else _all_reduce(holder, members, rank)
+        return
+    part = routes(program, step, rank)
+    if program.padded != program.shape or 0 in program.shape:
+        order = None  # collectives of the backend want equal parts, and something to do
+    if step.kind == "slice":
+        holder.array = _view(holder.array, part.after, part.before)
+    elif step.kind == "reduce_scatter" and order:
+        yield from _native_reduce_scatter(holder, part, order(members), rank)
+    elif step.kind == "reduce_scatter":
+        largest = step.after.local_numel(program.shape, program.mesh, program.padded)
+        per_round = max(1, program.cap_numel // max(largest, 1))
+        if per_round < len(members):
+            yield from _reduce_scatter_in_rounds(holder, part, members, rank, per_round)
+        else:
+            yield from _reduce_scatter(holder, part, members, rank)
+    elif step.kind == "all_gather" and order:
+        yield from _native_all_gather(holder, part, order(members))
+    elif step.kind in ("exchange", "direct") and load > 1:
+        nbytes = (load + 1) * program.cap_numel * program.itemsize
+        yield from _exchange_in_rounds(holder, part, -(-nbytes // stage_nbytes(program)))
+    else:
+        yield from _exchange(holder, part)
+
+
+def execute_between(mesh: Mesh, part: Routes, rank: int, holder: Holder, sums: tuple[str, ...]) -> Iterator[Request]:
+    """Sums over axes, then a direct exchange along given routes."""
+    if sums:
+        yield from _all_reduce(holder, mesh.group(rank, sums), rank)
+    yield from _exchange(holder, part)
+
+
+def _pack(holder: Holder, part: Routes) -> tuple[list[Part], torch.Tensor, bool]:
+    """What is sent, what is kept, and whether both are copies: then the array has been let go of."""
+    array = holder.array
+    parts = [Part(peer, _view(array, box, part.before)) for peer, box in part.sends]
+    kept = _view(array, part.kept, part.before)
+    if array.is_contiguous() and all(_is_one_piece(part.before, box) for _, box in part.sends):
+        return parts, kept, False
+    copies: dict[Box, torch.Tensor] = {}  # a gather sends the same part to all
+    for box in [box for _, box in part.sends] + [part.kept]:
+        if box not in copies:
+            copies[box] = _copy(_view(array, box, part.before))
+    parts = [Part(peer, copies[box]) for peer, box in part.sends]
+    kept = copies[part.kept]
+    del array
+    holder.release()
+    return parts, kept, True
+
+
+def _exchange(holder: Holder, part: Routes) -> Iterator[Request]:
+    """Parts change hands; covers all_to_all, permute, exchange, direct, and gathers without a collective."""
+    sends, kept, copied = _pack(holder, part)
+    if all(_is_one_piece(part.after, box) for _, box in part.receives):
+        out = kept.new_empty(_shape(part.after))
+        _view(out, part.kept, part.after).copy_(kept)
+        del kept
+        yield Exchange(sends=sends, receives=[Part(peer, _view(out, box, part.after)) for peer, box in part.receives])
+        sends.clear()
+    else:
+        pieces = [Part(peer, kept.new_empty(_shape(box))) for peer, box in part.receives]
+        yield Exchange(sends=sends, receives=pieces)
+        sends.clear()
+        if not copied:
+            kept = _copy(kept)
+            holder.release()
+        out = kept.new_empty(_shape(part.after))
+        for (_, box), (_, piece) in zip(part.receives, pieces, strict=True):
+            _view(out, box, part.after).copy_(piece)
+        _view(out, part.kept, part.after).copy_(kept)
+    holder.release()
+    holder.array = out
+
+
+def _exchange_in_rounds(holder: Holder, part: Routes, rounds: int) -> Iterator[Request]:
+    """The same through a stage: every part is cut along its longest dim into as many pieces as there are rounds."""
+    out = holder.array.new_empty(_shape(part.after))
+    _view(out, part.kept, part.after).copy_(_view(holder.array, part.kept, part.before))
+    for number in range(rounds):
+        sends = [(peer, _cut(box, number, rounds)) for peer, box in part.sends]
+        receives = [(peer, _cut(box, number, rounds)) for peer, box in part.receives]
+        receives = [(peer, box) for peer, box in receives if box_numel(box)]
+        pieces = [Part(peer, out.new_empty(_shape(box))) for peer, box in receives]
+        yield Exchange(
+            sends=[Part(peer, _view(holder.array, box, part.before).contiguous()) for peer, box in sends if box_numel(box)],
+            receives=pieces,
+        )
+        for (_, box), (_, piece) in zip(receives, pieces, strict=True):
+            _view(out, box, part.after).copy_(piece)
+    holder.release()
+    holder.array = out
+
+
+def _reduce_scatter(holder: Holder, part: Routes, members: tuple[int, ...], rank: int) -> Iterator[Request]:
+    """Each member's summand of my part, added in the members' order, so that equal runs give equal bits."""
+    sends, kept, _ = _pack(holder, part)
+    summands = kept.new_empty((len(members), *_shape(part.after)))
+    summands[members.index(rank)].copy_(kept)
+    del kept
+    givers = [member for member in members if member != rank and box_numel(part.after)]
+    yield Exchange(sends=sends, receives=[Part(member, summands[members.index(member)]) for member in givers])
+    sends.clear()
+    holder.release()
+    holder.array = torch.sum(summands, 0, dtype=summands.dtype)
+
+
+def _reduce_scatter_in_rounds(
+    holder: Holder, part: Routes, members: tuple[int, ...], rank: int, per_round: int
+) -> Iterator[Request]:
+    """The same where the summands of all members together are more than a tile (a dim shorter than the axis): in each
+    round some members send, and everyone adds what it got."""
+    parts = [Part(peer, _copy(_view(holder.array, box, part.before))) for peer, box in part.sends]
+    total = _copy(_view(holder.array, part.kept, part.before))
+    holder.release()
+    for start in range(0, len(members), per_round):
+        senders = members[start : start + per_round]
+        givers = [member for member in senders if member != rank and total.numel()]
+        summands = [Part(member, torch.empty_like(total)) for member in givers]
+        yield Exchange(sends=parts if rank in senders else [], receives=summands)
+        while summands:  # no name may keep one alive into the next round
+            total += summands.pop(0).piece
+        if rank in senders:
+            parts.clear()
+    holder.array = total
+
+
+def _native_reduce_scatter(holder: Holder, part: Routes, members: tuple[int, ...], rank: int) -> Iterator[Request]:
+    boxes = {**dict(part.sends), rank: part.after}
+    parts = holder.array.new_empty((len(members), *_shape(part.after)))
+    for slot, member in zip(parts, members, strict=True):
+        slot.copy_(_view(holder.array, boxes[member], part.before))
+    holder.release()
+    out = parts.new_empty(_shape(part.after))
+    yield ReduceScatter(members=members, parts=parts, out=out)
+    holder.array = out
+
+
+def _native_all_gather(holder: Holder, part: Routes, members: tuple[int, ...]) -> Iterator[Request]:
+    """Lands in place where the parts lie in one piece and in order."""
+    array = _contiguous(holder)
+    gathered = array.new_empty((len(members), *array.shape))
+    yield Gather(members=members, local=array, out=gathered)
+    del array
+    holder.release()
+    boxes = [dict(part.receives).get(member, part.kept) for member in members]
+    if boxes == sorted(boxes) and all(_is_one_piece(part.after, box) for box in boxes):
+        holder.array = gathered.view(_shape(part.after))
+        return
+    out = gathered.new_empty(_shape(part.after))
+    for slot, box in zip(gathered, boxes, strict=True):
+        _view(out, box, part.after).copy_(slot)
+    holder.array = out
+
+
+def _native_all_reduce(holder: Holder, members: tuple[int, ...]) -> Iterator[Request]:
+    total = _copy(holder.array)
+    holder.release()
+    yield AllReduce(members=members, total=total)
+    holder.array = total
+
+
+def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int) -> Iterator[Request]:
+    """A reduce-scatter and a gather of the flat array; every member adds its part in the same order."""
+    shape, me, n = holder.array.shape, members.index(rank), len(members)
+    flat = _contiguous(holder).view(-1)
+    bounds = [flat.numel() * k // n for k in range(n + 1)]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    filled = [k for k in range(n) if bounds[k + 1] > bounds[k]]
+    others = [k for k in range(n) if k != me]
+    summands = flat.new_empty((n, bounds[me + 1] - bounds[me]))
+    summands[me].copy_(flat[spans[me]])
+    yield Exchange(
+        sends=[Part(members[k], flat[spans[k]]) for k in others if k in filled],
+        receives=[Part(members[k], summands[k]) for k in others if me in filled],
+    )
+    del flat
+    holder.release()
+    total = summands.new_empty(bounds[-1])
+    torch.sum(summands, 0, dtype=summands.dtype, out=total[spans[me]])
+    del summands
+    yield Exchange(
+        sends=[Part(members[k], total[spans[me]]) for k in others if me in filled],
+        receives=[Part(members[k], total[spans[k]]) for k in others if k in filled],
+    )
+    holder.array = total.view(shape)
+
+
+def _contiguous(holder: Holder) -> torch.Tensor:
+    """The array in one piece; if that takes a copy, the array is let go of."""
+    array = holder.array
+    if array.is_contiguous():
+        return array
+    copied = _copy(array)
+    del array
+    holder.release()
+    return copied
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _view(array: torch.Tensor, box: Box, inside: Box) -> torch.Tensor:
+    """The part of an array that holds box `inside`."""
+    index = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, inside, strict=True))
+    return array[index] if index else array
+
+
+def _copy(array: torch.Tensor) -> torch.Tensor:
+    return array.clone(memory_format=torch.contiguous_format)
+
+
+def _is_one_piece(whole: Box, box: Box) -> bool:
+    """Whether a part lies in one piece of the contiguous array that holds `whole`."""
+    split = False
+    for (start, stop), (lo, hi) in zip(box, whole, strict=True):
+        if split and (start, stop) != (lo, hi):
+            return False
+        split = split or stop - start > 1
+    return True
+
+
+def _cut(box: Box, number: int, pieces: int) -> Box:
+    longest = max(range(len(box)), key=lambda dim: box[dim][1] - box[dim][0])
+    start, stop = box[longest]
+    size = stop - start
+    cut = (start + size * number // pieces, start + size * (number + 1) // pieces)
+    return (*box[:longest], cut, *box[longest + 1 :])

@@ -1,0 +1,1 @@
+"""Known parallelisms as plans of the same memory model."""

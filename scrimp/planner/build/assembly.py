@@ -1,0 +1,313 @@
+"""From the layers of a model to the planner's problem.
+
+    a node for each group of operators      its options' seconds, and the bytes of what it makes while that lives
+    a node for each group's weights         how they are shared out at rest
+    an edge where a group uses another's    the seconds of moving it there, once in the forward and once in the backward, and
+                                            the bytes of the copy while it is used
+
+What a layer saves for its backward is held by all layers of a group: by the one that is looked at from when it is made to when
+it was last used, by the others all the while; unless the group that made it does not keep it (`cost/activation_policy.py`). What goes to other
+layers is always kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from scrimp.capture import Graph, Value
+from scrimp.layout import Mesh
+from scrimp.move import ITEMSIZE
+from scrimp.planner.shard.layer_model import LayerModel, Use
+from scrimp.planner.cost.move_tables import Moves
+from scrimp.planner.shard.options import Option
+from scrimp.planner.build.stage_boundary import NOWHERE, Outside, draw_outside
+from scrimp.planner.shard.placement import Placed
+from scrimp.planner.build.builder import ACTIVATIONS, BACKWARD, BUFFERS, FLIGHT, FORWARD, TEMPORARIES, Numbers, Sketch
+from scrimp.planner.shard.layer_runs import Part, names_of_points
+from scrimp.planner.cost.zero_levels import Precision
+from scrimp.planner.cost.activation_policy import KEEP, OFFLOAD, RECOMPUTE, WAYS, Ways
+from scrimp.planner.build.weight_nodes import draw_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Bytes per second: of a device's memory, and between it and the host."""
+
+    memory: float
+    host_link: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Who uses an output: a part's group, `copies` times over in it, and when."""
+
+    part: int
+    use: Use
+    copies: int
+
+
+class Assembly:
+    """`nodes`: of each part and group; `rest`: of the weights of each part and group. `outside`: the rest of the model, where
+    this is a piece of it. `accumulated`: gradients are summed over micro-batches. `alone`: nothing is moved, and of each kind of
+    what is at rest there is as little as can be. No plan can be below that, and there are no edges in it."""
+
+    def __init__(
+        self, graph: Graph, parts: Sequence[Part], moves: Moves, precision: Precision, rates: Rates, ways: Sequence[str] = WAYS,
+        *, outside: Outside = NOWHERE, accumulated: bool = False, alone: bool = False,
+    ) -> None:  # fmt: skip
+        self.graph, self.parts, self.moves, self.alone = graph, parts, moves, alone
+        self.precision, self.rates, self.outside, self.accumulated = precision, rates, outside, accumulated
+        self.part_of = {layer: k for k, part in enumerate(parts) for layer in range(part.first, part.first + part.count)}
+        self.sketch = Sketch(names_of_points(graph, parts))
+        self.ways: dict[tuple[int, int], Ways] = {}
+        self.nodes: dict[tuple[int, int], int] = {}
+        self.rest: dict[tuple[int, int], int] = {}
+        for k, part in enumerate(parts):
+            for g, group in enumerate(part.model.groups):
+                options = part.model.options[g]
+                path = graph.layers[part.first].path
+                here = self.ways[k, g] = Ways(_open(part.model, g, ways))
+                names = [f"{words(moves.mesh, option)} {way}" for option in options for way in here.names]
+                self.nodes[k, g] = self.sketch.node(f"{path}/{group.name}", names)
+                ahead = np.array([option.again_seconds for option in options])
+                behind = np.array([option.seconds for option in options]) - ahead
+                self.sketch.cost(self.nodes[k, g], part.count * here.repeat(ahead), FORWARD)
+                again = here.only(RECOMPUTE, ahead)
+                self.sketch.cost(self.nodes[k, g], part.count * (here.repeat(behind) + again), BACKWARD)
+        self.inputs: dict[int, int] = {}  # nodes of what comes from outside, by its place in `outside.arrivals`
+        self.tangents: dict[tuple[int, str], int] = {}  # and of gradients that do, by the output
+        self.owners: dict[str, tuple[int, str]] = {}  # of weights in the model: the first part that uses it, and as what
+        for k, part in enumerate(parts):
+            self._inside(k, part)
+            self._borders(k, part)
+            draw_weights(self, k, part)
+        draw_outside(self)
+
+    # Values that stay in their layer.
+
+    def _inside(self, k: int, part: Part) -> None:
+        model, leaving = part.model, {*part.model.graph.outputs, *(name for _, name in part.model.graph.gradients)}
+        left = {model.values[name].storage for name in leaving}
+        for root, (first, last) in model.lives.items():
+            if root in left:
+                continue
+            if first < model.forward_ops <= last:
+                self._save(k, root)
+            else:
+                self._hold(k, root, part.point(first), part.point(last))
+                if last < model.forward_ops:  # made again it is there again
+                    group = model.makers[root]
+                    nbytes = self.ways[k, group].only(RECOMPUTE, self.nbytes(model, group, root))
+                    self.sketch.hold(self.nodes[k, group], part.again, part.again, TEMPORARIES, nbytes)
+        for name, uses in model.uses.items():
+            if name in model.makers and name not in leaving:
+                for use in uses:
+                    self._moved(k, name, k, use, name, part.count)
+
+    def _hold(self, k: int, root: str, first: int, last: int) -> None:
+        """One layer's from when it is made to when it was last used; the others', if it is saved, all the while."""
+        part = self.parts[k]
+        group = part.model.makers[root]
+        nbytes = self.ways[k, group].repeat(self.nbytes(part.model, group, root))
+        saved = first < self.turn <= last
+        kind = ACTIVATIONS if saved else TEMPORARIES
+        whole = whole_nbytes(part.model.values[root])
+        self.sketch.hold(self.nodes[k, group], first, last, kind, nbytes)
+        self.sketch.must_be(first, last, kind, whole)
+        if saved and part.count > 1:
+            self.sketch.hold(self.nodes[k, group], *part.span, kind, (part.count - 1) * nbytes)
+            self.sketch.must_be(*part.span, kind, (part.count - 1) * whole)
+        if saved:
+            self.sketch.hold(self.nodes[k, group], *FLIGHT, kind, part.count * nbytes)
+            self.sketch.must_be(*FLIGHT, kind, part.count * whole)
+
+    def _save(self, k: int, root: str) -> None:
+        """What stays in its layer, and is used in the forward and in the backward."""
+        part, model = self.parts[k], self.parts[k].model
+        group = model.makers[root]
+        node, here, nbytes = self.nodes[k, group], self.ways[k, group], self.nbytes(model, group, root)
+        used, (first, last) = model.reads[root], model.lives[root]
+        ahead = max([first, *(op for op in used if op < model.forward_ops)])
+        behind = min(op for op in used if op >= model.forward_ops)
+        kept = here.only(KEEP, nbytes)
+        self.sketch.hold(node, part.point(first), part.point(last), ACTIVATIONS, kept)
+        self.sketch.hold(node, *part.span, ACTIVATIONS, (part.count - 1) * kept)
+        self.sketch.hold(node, *FLIGHT, ACTIVATIONS, part.count * kept)
+        for way, back in ((RECOMPUTE, part.again), (OFFLOAD, part.point(behind))):
+            gone = here.only(way, nbytes)
+            self.sketch.hold(node, part.point(first), part.point(ahead), TEMPORARIES, gone)
+            self.sketch.hold(node, back, part.point(last), ACTIVATIONS, gone)
+        for when in (FORWARD, BACKWARD):
+            self.sketch.cost(node, part.count * here.only(OFFLOAD, nbytes) / self.rates.host_link, when)
+        whole = whole_nbytes(model.values[root])
+        self.sketch.must_be(part.point(first), part.point(last), ACTIVATIONS, whole)
+        self.sketch.must_be(*part.span, ACTIVATIONS, (part.count - 1) * whole)
+        self.sketch.must_be(*FLIGHT, ACTIVATIONS, part.count * whole)
+
+    @property
+    def turn(self) -> int:
+        """The first point of the backward."""
+        return self.parts[-1].forward + self.parts[-1].model.forward_ops
+
+    # Values that go to another layer, and their gradients that come back.
+
+    def _borders(self, k: int, part: Part) -> None:
+        model = part.model
+        tangents = dict(model.graph.tangents)
+        for output in model.graph.outputs:
+            root = model.values[output].storage
+            readers = [*self._readers(k, output)]
+            for reader in readers:
+                name = self._input_name(reader.part, k, output)
+                self._moved(k, output, reader.part, reader.use, name, reader.copies)
+                self._gradient_back(k, tangents.get(output), reader, name)
+            if root in model.lives:
+                first, last = model.lives[root]
+                # The last of the part's layers is looked at: what it makes goes to other parts alone.
+                behind = [self.parts[r.part].point(span[1]) for r in readers if r.part != k for span in r.use.spans]
+                self._hold(k, root, part.point(first), max([part.point(last), *behind]))
+        inputs = dict(zip(model.borders, self.graph.layers[part.last].inputs, strict=True))
+        for name, gradient in model.graph.gradients:
+            root = model.values[gradient].storage
+            if root not in model.lives:
+                continue
+            first, last = (part.point(op) for op in model.lives[root])
+            source = inputs.get(name)
+            if source is not None and source.layer is not None and self.part_of[source.layer] != k:
+                before = self.parts[self.part_of[source.layer]]
+                tangent = dict(before.model.graph.tangents).get(source.name)
+                spans = [span for use in before.model.uses.get(tangent or "", ()) for span in use.spans]
+                last = max([last, *(before.point(span[1]) for span in spans)])
+            self._hold(k, root, first, last)
+        for name, source in inputs.items():
+            if source.layer is None and name in model.uses and source.name not in self.outside.arrivals:
+                group = model.uses[name][0].group
+                nbytes = [self.numel(option.needed[name]) for option in model.options[group]]
+                itemsize = ITEMSIZE[model.values[name].dtype]
+                for span in ((0, self.sketch.points - 1), FLIGHT):
+                    self.sketch.hold(
+                        self.nodes[k, group], *span, BUFFERS, itemsize * np.array(self.ways[k, group].spread(nbytes))
+                    )
+                    self.sketch.must_be(*span, BUFFERS, whole_nbytes(model.values[name]))
+
+    def _readers(self, k: int, output: str) -> Iterator[Reader]:
+        """Groups of later layers that use an output of this part; of those in the part itself, all but the last use the
+        layer's before."""
+        for other, reading in enumerate(self.parts):
+            count = 0
+            for layer in range(reading.first, reading.first + reading.count):
+                count += any(
+                    source.layer is not None and self.part_of[source.layer] == k and source.name == output
+                    for source in self.graph.layers[layer].inputs
+                )
+            if count:
+                for use in reading.model.uses.get(self._input_name(other, k, output), ()):
+                    yield Reader(part=other, use=use, copies=count)
+
+    def _input_name(self, reading: int, k: int, output: str) -> str:
+        part = self.parts[reading]
+        for layer in range(part.first, part.first + part.count):
+            for name, source in zip(part.model.borders, self.graph.layers[layer].inputs, strict=True):
+                if source.layer is not None and self.part_of[source.layer] == k and source.name == output:
+                    return name
+        raise LookupError(output)
+
+    def _gradient_back(self, k: int, tangent: str | None, reader: Reader, name: str) -> None:
+        """From the group that makes an input's gradient to those that need the output's."""
+        behind = self.parts[reader.part].model
+        gradient = dict(behind.graph.gradients).get(name)
+        if tangent is None or gradient is None or reader.use is not behind.uses[name][0]:
+            return  # it is made once, whoever uses the input
+        for use in self.parts[k].model.uses.get(tangent, ()):
+            self._moved(reader.part, gradient, k, use, tangent, reader.copies)
+
+    # Moves.
+
+    def _moved(self, maker: int, name: str, user: int, use: Use, as_name: str, copies: int) -> None:
+        """What a group made, for a group that uses it, under the name it has there."""
+        one = self.parts[maker].model
+        if self.alone or name not in one.makers:
+            return
+        group = one.makers[name]
+        made = self.ways[maker, group].spread([option.made[name] for option in one.options[group]])
+        a, b, part = self.nodes[maker, group], self.nodes[user, use.group], self.parts[user]
+        again = self.used(a, made, user, use, as_name, copies)
+        if again is None or use.forward is None:
+            return
+        root = one.values[name].storage
+        if root not in one.lives:
+            return  # a view of what came from elsewhere
+        inside = name not in one.graph.outputs
+        if not self._is_kept(maker, name, user, as_name):
+            there = self.ways[maker, group].repeat(self.nbytes(one, group, name))[:, None]
+            if inside:
+                there = there * ~self.ways[maker, group].mask(RECOMPUTE, len(one.options[group]))[:, None]
+            self.sketch.pair_hold(a, b, part.point(use.forward[1]), part.again, ACTIVATIONS, there * again)
+            self.sketch.pair_hold(a, b, *part.span, ACTIVATIONS, (part.count - 1) * there * again)
+            self.sketch.pair_hold(a, b, *FLIGHT, ACTIVATIONS, part.count * there * again)
+        elif inside:  # what was sent to the host comes back for it, earlier than for its own backward
+            back = self.ways[maker, group].only(OFFLOAD, self.nbytes(one, group, name))[:, None] * again
+            first = min(op for op in one.reads[root] if op >= one.forward_ops)
+            self.sketch.pair_hold(a, b, part.again, part.point(first) - 1, ACTIVATIONS, back)
+
+    def used(self, node: int, made: Sequence[Placed], user: int, use: Use, name: str, copies: int) -> Numbers | None:
+        """What a node has, by its options, for a group that uses it: the moves, and the copies while they are used. Where the
+        group's forward runs again it is moved once more, and must still be there, or be made again too: by which of the group's
+        options, if by any."""
+        part, ways = self.parts[user], self.ways[user, use.group]
+        options = part.model.options[use.group]
+        needed = ways.spread([option.needed[name] for option in options])
+        seconds, nbytes = self.moves.tables(made, needed, ITEMSIZE[part.model.values[name].dtype])
+        pair = (node, self.nodes[user, use.group])
+        for span, when in ((use.forward, FORWARD), (use.backward, BACKWARD)):
+            if span is not None:
+                self.sketch.pair_cost(*pair, copies * seconds, when)
+                self.sketch.pair_hold(*pair, part.point(span[0]), part.point(span[1]), TEMPORARIES, nbytes)
+        if use.forward is None or RECOMPUTE not in ways.names:
+            return None
+        again = ways.mask(RECOMPUTE, len(options))[None, :]
+        self.sketch.pair_cost(*pair, copies * seconds * again, BACKWARD)
+        self.sketch.pair_hold(*pair, part.again, part.again, TEMPORARIES, nbytes * again)
+        return again
+
+    def _is_kept(self, maker: int, name: str, user: int, as_name: str) -> bool:
+        """It is there in the user's backward anyhow, if it is kept at all."""
+        model = self.parts[maker].model
+        if name in model.graph.outputs:
+            return any(use.backward is not None for use in self.parts[user].model.uses[as_name])
+        return model.lives[model.values[name].storage][1] >= model.forward_ops
+
+    def nbytes(self, model: LayerModel, group: int, name: str) -> Numbers:
+        itemsize = ITEMSIZE[model.values[name].dtype]
+        return itemsize * np.array([self.numel(option.made[name]) for option in model.options[group]])
+
+    def numel(self, place: Placed) -> int:
+        return place.numel(self.moves.sizes)
+
+
+def whole_nbytes(value: Value) -> int:
+    """Of all devices together, held once."""
+    return prod(value.shape) * ITEMSIZE[value.dtype]
+
+
+def _saves(model: LayerModel, g: int) -> bool:
+    """Whether a group makes something in the forward that is used in the backward."""
+    return any(model.makers[root] == g and first < model.forward_ops <= last for root, (first, last) in model.lives.items())
+
+
+def _open(model: LayerModel, g: int, ways: Sequence[str]) -> tuple[str, ...]:
+    """What can become of what a group makes. One that saves nothing may have to run again for others of its layer that do: else
+    what it made would have to be kept for them."""
+    if _saves(model, g):
+        return tuple(ways)
+    needed = any(model.makers.get(name) == g and any(use.forward for use in uses) for name, uses in model.uses.items())
+    return tuple(way for way in ways if way == KEEP or (way == RECOMPUTE and needed))
+
+
+def words(mesh: Mesh, option: Option) -> str:
+    """The atom of each axis, as a text."""
+    return " ".join(f"{axis}:{'-' if atom is None else atom}" for axis, atom in zip(mesh.names, option.split, strict=True))

@@ -1,0 +1,88 @@
+"""The layers of a captured model, ready to be planned: on any mesh, with all that its groups can choose or with some of it.
+
+Groups do not depend on the mesh, options do. What was reckoned for a mesh once is remembered: a search asks again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from scrimp.capture import Graph
+from scrimp.cluster import Cluster
+from scrimp.layout import Mesh
+from scrimp.planner.build.assembly import Assembly, Rates
+from scrimp.planner.cost.greedy_move import AxisWise
+from scrimp.planner.shard.layer_model import LayerModel, model_of
+from scrimp.planner.cost.move_tables import Moves
+from scrimp.planner.shard.options import Option, Split, option, splits
+from scrimp.planner.shard.layer_runs import Part, parts_of
+from scrimp.planner.cost.zero_levels import Precision
+from scrimp.planner.cost.activation_policy import WAYS
+from scrimp.rules import rule_of
+
+Narrow = Callable[[Graph, Mesh, list[LayerModel]], list[LayerModel]]
+Looked = tuple[tuple[tuple[Split, ...], ...], ...]  # ways to split: by class of layers, and by group
+
+
+class Layers:
+    """`models`: of each class of layers, without options."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.models: list[LayerModel] = []
+        for layer in graph.graphs:
+            values = {value.name: value for value in layer.values}
+            rules = {op.name: rule_of(op, values) for op in layer.ops}
+            self.models.append(model_of(layer, rules))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return parts_of(self.graph, self.models)
+
+
+class OnMesh:
+    def __init__(self, layers: Layers, cluster: Cluster, mesh: Mesh) -> None:
+        self.layers, self.mesh = layers, mesh
+        here = cluster.on(mesh)
+        hardware = here.hardware
+        assert hardware is not None
+        self.moves = Moves(AxisWise(mesh, here))
+        self.rates = Rates(
+            memory=hardware.device_memory * hardware.shares.memory, host_link=hardware.host_link * hardware.shares.link
+        )
+        self._work = here.compute_seconds
+        self._options: dict[tuple[int, int, Split], Option] = {}
+
+    @cached_property
+    def every(self) -> Looked:
+        """All ways to split."""
+        return tuple(tuple(tuple(splits(group, self.mesh)) for group in model.groups) for model in self.layers.models)
+
+    def assembly(
+        self,
+        precision: Precision,
+        ways: Sequence[str] = WAYS,
+        looked: Looked | None = None,
+        *,
+        alone: bool = False,
+        narrow: Narrow | None = None,
+    ) -> Assembly:
+        """With the options of these splits, of all if none are given; `narrow` leaves some of them. `alone`: for a bound."""
+        models = [
+            replace(model, options=tuple(tuple(self._allowed(k, g, each)) for g, each in enumerate(groups)))
+            for k, (model, groups) in enumerate(zip(self.layers.models, looked or self.every, strict=True))
+        ]
+        graph = self.layers.graph
+        if narrow is not None:
+            models = narrow(graph, self.mesh, models)
+        return Assembly(graph, parts_of(graph, models, together=alone), self.moves, precision, self.rates, ways, alone=alone)
+
+    def _allowed(self, k: int, g: int, wanted: Iterable[Split]) -> Iterable[Option]:
+        model = self.layers.models[k]
+        for split in wanted:
+            if (k, g, split) not in self._options:
+                made = option(model.graph, model.groups[g], self.mesh, split, self._work, self.moves.seconds)
+                self._options[k, g, split] = made
+            yield self._options[k, g, split]

@@ -1,0 +1,196 @@
+"""A piece of a model among others: what comes to it and goes from it.
+
+What comes, an input or the gradient of an output, lands in a buffer that is always there, in a place of its own choice (a node
+whose options are the places that its users need); while it is used it is held beside. An input is held until its last user's
+backward, by every micro-batch in flight. What goes is held until it was sent, at the latest when the piece next makes the same.
+What only passes through is split over all devices, and takes room where it lands and where it is sent from.
+
+A transfer takes what a device gets of it over the link to the other piece. It runs beside the work: the schedule says what of it
+is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scrimp.capture import Value
+from scrimp.cluster import DEFAULT_LINK, Link
+from scrimp.move import ITEMSIZE
+from scrimp.planner.shard.layer_model import Use
+from scrimp.planner.shard.options import Option
+from scrimp.planner.shard.placement import Placed
+from scrimp.planner.build.builder import (
+    ACTIVATIONS,
+    AWAY,
+    BACKWARD,
+    FLIGHT,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    TEMPORARIES,
+    Numbers,
+)  # fmt: skip
+from scrimp.planner.shard.stage_subgraph import Relay
+from scrimp.planner.cost.activation_policy import RECOMPUTE
+
+if TYPE_CHECKING:
+    from scrimp.planner.build.assembly import Assembly
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """As in `Piece`; `ahead` and `behind`: the links from the pieces before it and behind it, `far` that to the piece which has
+    the same parameters, where there are such."""
+
+    arrivals: tuple[str, ...] = ()
+    departures: frozenset[tuple[int, str]] = frozenset()
+    relays: tuple[Relay, ...] = ()
+    shared: frozenset[str] = frozenset()
+    ahead: Link = DEFAULT_LINK
+    behind: Link = DEFAULT_LINK
+    far: Link = DEFAULT_LINK
+
+    def shared_seconds(self, nbytes: Numbers) -> Numbers:
+        """Of summing up gradients with another piece: each gets the other's."""
+        return self.far.latency_seconds + nbytes / self.far.bytes_per_second
+
+
+NOWHERE = Outside()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Layers of a part that use what arrives, by the name that it has there: one use, by so many of them."""
+
+    part: int
+    name: str
+    use: Use
+    copies: int
+
+
+def draw_outside(problem: Assembly) -> None:
+    outside = problem.outside
+    for k, arrival in enumerate(outside.arrivals):
+        _input(problem, k, arrival)
+    for layer, output in sorted(outside.departures):
+        _output(problem, layer, output)
+    for relay in outside.relays:
+        _relay(problem, relay)
+
+
+def _input(problem: Assembly, k: int, arrival: str) -> None:
+    readings = [*_readings(problem, arrival)]
+    if not readings:
+        return
+    node, made, nbytes = _lands(problem, readings, problem.outside.ahead, INPUT)
+    problem.inputs[k] = node
+    last = max(_last(problem, reading) for reading in readings)
+    value, saved = _value(problem, readings[0]), last >= problem.turn
+    for span in ((0, last), FLIGHT) if saved else ((0, last),):
+        kind = ACTIVATIONS if saved else TEMPORARIES
+        problem.sketch.hold(node, *span, kind, nbytes)
+        problem.sketch.must_be(*span, kind, prod(value.shape) * ITEMSIZE[value.dtype])
+    for reading in readings:
+        problem.used(node, made, reading.part, reading.use, reading.name, reading.copies)
+    done = set()
+    for reading in readings:
+        model = problem.parts[reading.part].model
+        gradient = dict(model.graph.gradients).get(reading.name)
+        if gradient is not None and (reading.part, gradient) not in done:
+            done.add((reading.part, gradient))
+            _goes(problem, reading.part, gradient, BACKWARD)
+
+
+def _output(problem: Assembly, layer: int, output: str) -> None:
+    k = problem.part_of[layer]
+    part = problem.parts[k]
+    _goes(problem, k, output, FORWARD)
+    tangent = dict(part.model.graph.tangents).get(output)
+    readings = [Reading(part=k, name=tangent, use=use, copies=1) for use in part.model.uses.get(tangent or "", ()) if tangent]
+    if not readings:
+        return
+    node, made, nbytes = _lands(problem, readings, problem.outside.behind, GRADIENT)
+    problem.tangents[layer, output] = node
+    last = max(part.point(span[1]) for reading in readings for span in reading.use.spans)
+    problem.sketch.hold(node, problem.turn, last, TEMPORARIES, nbytes)
+    for reading in readings:
+        problem.used(node, made, reading.part, reading.use, reading.name, reading.copies)
+
+
+def _lands(problem: Assembly, readings: list[Reading], link: Link, when: str) -> tuple[int, list[Placed], Numbers]:
+    """A node with its places, and their bytes."""
+    made = [*dict.fromkeys(option.needed[each.name] for each in readings for option in _options(problem, each))]
+    node = problem.sketch.node(f"{when} from outside", [str(place) for place in made])
+    nbytes = ITEMSIZE[_value(problem, readings[0]).dtype] * np.array([problem.numel(place) for place in made])
+    for span in problem.sketch.always:
+        problem.sketch.hold(node, *span, TEMPORARIES, nbytes)
+    problem.sketch.cost(node, np.array([link.seconds(1, each) for each in nbytes]), when)
+    return node, made, nbytes
+
+
+def _goes(problem: Assembly, k: int, name: str, when: str) -> None:
+    """What is sent stays until that is done: through all that comes before the same is made again, at most. A sum is completed
+    before."""
+    part, model = problem.parts[k], problem.parts[k].model
+    root = model.values[name].storage
+    if root not in model.lives or name not in model.makers:
+        return  # a view of what came from elsewhere
+    group, sketch = model.makers[name], problem.sketch
+    node, ways = problem.nodes[k, group], problem.ways[k, group]
+    places = [option.made[name] for option in model.options[group]]
+    itemsize = ITEMSIZE[model.values[name].dtype]
+    sums = np.array([problem.moves.seconds(place, place.complete(), itemsize) for place in places])
+    sketch.cost(node, ways.repeat(sums), when)
+    nbytes = ways.repeat(itemsize * np.array([problem.numel(place) for place in places]))
+    last = part.point(model.lives[root][1])
+    if last + 1 < sketch.points:
+        sketch.hold(node, last + 1, sketch.points - 1, TEMPORARIES, nbytes)
+    if when == BACKWARD:
+        sketch.hold(node, 0, problem.turn - 1, TEMPORARIES, nbytes)
+    sketch.hold(node, *AWAY, TEMPORARIES, nbytes)
+
+
+def _relay(problem: Assembly, relay: Relay) -> None:
+    nbytes = -(-prod(relay.value.shape) // problem.moves.mesh.size) * ITEMSIZE[relay.value.dtype]
+    node = problem.sketch.node(f"through/{relay.value.name}", ["split over all"])
+    for there, link, when in ((relay.forward, problem.outside.ahead, INPUT), (relay.gradient, problem.outside.behind, GRADIENT)):
+        if there:
+            for span in problem.sketch.always:
+                problem.sketch.hold(node, *span, TEMPORARIES, np.array([2 * nbytes]))
+            problem.sketch.cost(node, np.array([link.seconds(1, nbytes)]), when)
+
+
+def _readings(problem: Assembly, arrival: str) -> Iterator[Reading]:
+    for k, part in enumerate(problem.parts):
+        counts: dict[str, int] = {}
+        for layer in range(part.first, part.first + part.count):
+            for name, source in zip(part.model.borders, problem.graph.layers[layer].inputs, strict=True):
+                if source.layer is None and source.name == arrival:
+                    counts[name] = counts.get(name, 0) + 1
+        for name, count in counts.items():
+            for use in part.model.uses.get(name, ()):
+                yield Reading(part=k, name=name, use=use, copies=count)
+
+
+def _last(problem: Assembly, reading: Reading) -> int:
+    """Until when it is needed: by the first of the part's layers, whose backward is its last."""
+    part = problem.parts[reading.part]
+    if reading.use.backward is not None and part.count > 1:
+        return part.span[1]
+    found = [part.point(span[1]) for span in reading.use.spans]
+    if reading.use.forward is not None and RECOMPUTE in problem.ways[reading.part, reading.use.group].names:
+        found.append(part.again)
+    return max(found)
+
+
+def _options(problem: Assembly, reading: Reading) -> tuple[Option, ...]:
+    return problem.parts[reading.part].model.options[reading.use.group]
+
+
+def _value(problem: Assembly, reading: Reading) -> Value:
+    return problem.parts[reading.part].model.values[reading.name]

@@ -1,0 +1,137 @@
+"""Weights in the planner's problem: a node for those of each group says how they are shared out at rest.
+
+Gathered for the forward and for the backward of every micro-batch, and once more where a forward runs again; reduced and updated
+once in a step, or, where gradients are summed up over micro-batches and shared out, reduced with each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scrimp.layout import Mesh
+from scrimp.move import ITEMSIZE
+from scrimp.planner.shard.options import Option
+from scrimp.planner.build.builder import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    ONCE,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARIES,
+    Numbers,
+)  # fmt: skip
+from scrimp.planner.shard.layer_runs import Part
+from scrimp.planner.cost.zero_levels import AtRest, Used, at_rest, levels
+from scrimp.planner.cost.activation_policy import RECOMPUTE
+
+if TYPE_CHECKING:
+    from scrimp.planner.build.assembly import Assembly
+
+
+def draw_weights(problem: Assembly, k: int, part: Part) -> None:
+    model, sketch, mesh = part.model, problem.sketch, problem.moves.mesh
+    gradients = dict(model.graph.gradients)
+    by_group: dict[int, list[str]] = {}
+    named = dict(problem.graph.layers[part.first].parameters)
+    for name in model.weights:
+        owner = problem.owners.setdefault(named[name], (k, name))
+        if owner == (k, name):
+            by_group.setdefault(model.uses[name][0].group, []).append(name)
+        else:
+            _tied(problem, *owner, k, name)
+    choices = levels(mesh, problem.precision)
+    for group, names in by_group.items():
+        elements = part.count * sum(prod(model.values[name].shape) for name in names)
+        trained = part.count * sum(prod(model.values[name].shape) for name in names if name in gradients)
+        for span in sketch.always:
+            sketch.must_be(*span, PARAMETERS, elements * problem.precision.weight)
+            sketch.must_be(*span, GRADIENTS, trained * problem.precision.gradient)
+            sketch.must_be(*span, OPTIMIZER, trained * problem.precision.states)
+        if problem.alone:
+            level = max(choices, key=sum)  # all that can be shared out is
+            least = [_at_rest(problem, option, names, gradients, level) for option in model.options[group]]
+            for kind, of in _KINDS.items():
+                nbytes = part.count * np.array([int(of(each)) for each in problem.ways[k, group].spread(least)])
+                sketch.hold(problem.nodes[k, group], *sketch.always[0], kind, nbytes)
+            continue
+        path = problem.graph.layers[part.first].path
+        node = sketch.node(f"{path}/{model.groups[group].name}/weights", [_level_words(mesh, c) for c in choices])
+        problem.rest[k, group] = node
+        here = problem.ways[k, group]
+        found = here.spread(
+            [[_at_rest(problem, option, names, gradients, level) for level in choices] for option in model.options[group]]
+        )
+        pair = (problem.nodes[k, group], node)
+
+        def numbers(of: Callable[[AtRest], float], found: list[list[AtRest]] = found) -> Numbers:
+            return np.array([[of(each) for each in row] for row in found])
+
+        again = here.mask(RECOMPUTE, len(model.options[group]))[:, None]
+        gather = part.count * numbers(lambda each: each.gather_seconds)
+        sketch.pair_cost(*pair, gather, FORWARD)
+        sketch.pair_cost(*pair, gather * (again + bool(trained)), BACKWARD)
+        sketch.pair_cost(*pair, part.count * numbers(lambda each: each.reduce_seconds), BACKWARD)
+        sketch.pair_cost(*pair, part.count * numbers(lambda each: each.seconds), ONCE)
+        if any(named[name] in problem.outside.shared for name in names) and problem.precision.states:
+            rate = problem.precision.reduced / problem.precision.states
+            nbytes = rate * numbers(lambda each: each.state_nbytes)
+            sketch.pair_cost(*pair, problem.outside.shared_seconds(nbytes), ONCE)
+        for span in sketch.always:
+            for kind, of in _KINDS.items():
+                sketch.pair_hold(*pair, *span, kind, part.count * numbers(of).astype(np.int64))
+        spans = [span for name in names for use in model.uses[name] if use.group == group for span in use.spans]
+        for backward in (False, True):
+            used = [span for span in spans if (span[0] >= model.forward_ops) == backward]
+            if used:
+                first, last = min(s[0] for s in used), max(s[1] for s in used)
+                gathered = numbers(lambda each: each.gathered_nbytes).astype(np.int64)
+                sketch.pair_hold(*pair, part.point(first), part.point(last), TEMPORARIES, gathered)
+
+
+def _tied(problem: Assembly, owner: int, name: str, user: int, as_name: str) -> None:
+    """A weight that an earlier part has: it is moved to where it is used again, and its gradient back."""
+    if problem.alone:
+        return
+    one, other, part = problem.parts[owner].model, problem.parts[user].model, problem.parts[user]
+    first = one.uses[name][0].group
+    there = problem.ways[owner, first].spread([option.needed[name] for option in one.options[first]])
+    for use in other.uses[as_name]:
+        needed = problem.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
+        pair = (problem.nodes[owner, first], problem.nodes[user, use.group])
+        seconds, nbytes = problem.moves.tables(there, needed, ITEMSIZE[one.values[name].dtype])
+        problem.sketch.pair_cost(*pair, (use.forward is not None) * seconds, FORWARD)
+        problem.sketch.pair_cost(*pair, ((use.backward is not None) + 1) * seconds, BACKWARD)
+        for first_op, last_op in use.spans:
+            problem.sketch.pair_hold(*pair, part.point(first_op), part.point(last_op), TEMPORARIES, nbytes)
+
+
+def _at_rest(
+    problem: Assembly, option: Option, names: Sequence[str], gradients: Mapping[str, str], level: tuple[int, ...]
+) -> AtRest:
+    used = []
+    for name in names:
+        place = option.needed[name]
+        gradient = option.made.get(gradients.get(name, ""))
+        same = tuple(axis for axis in problem.moves.mesh.names if axis not in place.axes)
+        summed = gradient.partial if gradient is not None else ()
+        used.append(Used(numel=problem.numel(place), same=same, summed=summed))
+    return at_rest(
+        tuple(used), level, problem.moves.costs, problem.precision, problem.rates.memory,
+        trained=any(name in gradients for name in names), accumulated=problem.accumulated,
+    )  # fmt: skip
+
+
+_KINDS: dict[str, Callable[[AtRest], float]] = {
+    PARAMETERS: lambda each: each.weight_nbytes,
+    GRADIENTS: lambda each: each.gradient_nbytes,
+    OPTIMIZER: lambda each: each.state_nbytes,
+}
+
+
+def _level_words(mesh: Mesh, level: tuple[int, ...]) -> str:
+    return " ".join(f"{axis}:{value}" for axis, value in zip(mesh.names, level, strict=True))

@@ -1,0 +1,1 @@
+"""Seconds and bytes of moves, of states at rest and of saved activations."""

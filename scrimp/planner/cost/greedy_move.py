@@ -1,0 +1,101 @@
+"""What a move costs at most, in microseconds: a program that is made greedily, one collective after the other.
+
+`synthesize` finds the cheapest program for a move, in milliseconds; a planner asks for a hundred thousand moves of which few are
+chosen. So it reckons with this one, which always can be run, and which for most moves of known parallelisms is the cheapest.
+Axes leave a dim from its minor end and come to it there. As long as that is possible
+
+    an axis that is whole comes by a slice, which costs nothing; one that is summed over by a reduce-scatter
+    axes at the end of one dim that are wanted next in another go there by an all-to-all
+    what is still to be summed, and splits nothing afterwards, is all-reduced while tiles are small
+
+and where it is not, the axis at the end of a dim that must leave it is gathered.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from scrimp.cluster import Cluster, Link
+from scrimp.layout import Layout, Mesh, prime_factors
+
+
+class AxisWise:
+    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
+        self.mesh, self._sizes, self._cluster = mesh, dict(mesh.axes), cluster
+        self._links: dict[tuple[str, ...], Link] = {}
+        self._rounds = {name: sum(prime - 1 for prime in prime_factors(size)) for name, size in mesh.axes}
+
+    def seconds(self, nbytes: float, src: Layout, dst: Layout) -> float:
+        """`nbytes`: of the whole array."""
+        state, wanted = [[*dim] for dim in src.dims], [[*dim] for dim in dst.dims]
+        summed = {*src.partial}
+        local, total = nbytes / prod(self._sizes[axis] for dim in state for axis in dim), 0.0
+        while state != wanted or summed:
+            comes = self._coming(state, wanted)
+            if comes is not None:
+                axis, dim = comes
+                if axis in summed:
+                    total += self._reduced((axis,), local)
+                    summed.remove(axis)
+                state[dim].append(axis)
+                local /= self._sizes[axis]
+                continue
+            goes = _going(state, wanted)
+            if goes is not None:
+                source, target, count = goes
+                axes = tuple(state[source][-count:])
+                size = prod(self._sizes[axis] for axis in axes)
+                total += self._link(axes).seconds(size - 1, local * (size - 1) / size)
+                del state[source][-count:]
+                state[target] += axes
+                continue
+            alone = tuple(sorted(axis for axis in summed if not any(axis in dim for dim in wanted)))
+            if alone:
+                total += 2 * self._reduced(alone, local)
+                summed -= {*alone}
+                continue
+            dim = next(k for k, (now, then) in enumerate(zip(state, wanted, strict=True)) if now != then[: len(now)])
+            axis = state[dim].pop()
+            local *= self._sizes[axis]
+            total += self._reduced((axis,), local)  # a gather is a reduce-scatter turned round
+        return total
+
+    def _coming(self, state: list[list[str]], wanted: list[list[str]]) -> tuple[str, int] | None:
+        """An axis that is wanted next in a dim, and splits nothing now."""
+        split = {axis for dim in state for axis in dim}
+        for dim, (now, then) in enumerate(zip(state, wanted, strict=True)):
+            if len(now) < len(then) and now == then[: len(now)] and then[len(now)] not in split:
+                return then[len(now)], dim
+        return None
+
+    def _reduced(self, axes: tuple[str, ...], local: float) -> float:
+        size = prod(self._sizes[axis] for axis in axes)
+        rounds = sum(self._rounds[axis] for axis in axes)
+        return self._link(axes).seconds(rounds, local * (size - 1) / size) if size > 1 else 0.0
+
+    def _link(self, axes: tuple[str, ...]) -> Link:
+        if axes not in self._links:
+            self._links[axes] = self._cluster.link(axes)
+        return self._links[axes]
+
+
+def _going(state: list[list[str]], wanted: list[list[str]]) -> tuple[int, int, int] | None:
+    """Two dims, and how many axes at the end of the one are wanted next in the other, in that order."""
+    for target, (now, then) in enumerate(zip(state, wanted, strict=True)):
+        if now != then[: len(now)]:
+            continue
+        rest = then[len(now) :]
+        for source, other in enumerate(state):
+            kept = _agreeing(other, wanted[source])
+            for count in range(min(len(rest), len(other) - kept), 0, -1):
+                if source != target and other[-count:] == rest[:count]:
+                    return source, target, count
+    return None
+
+
+def _agreeing(one: list[str], other: list[str]) -> int:
+    """How many axes from the first on are the same."""
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count

@@ -1,0 +1,67 @@
+"""What it costs to have a tensor in another place than where it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from scrimp.planner.build.builder import Numbers
+from scrimp.planner.cost.greedy_move import AxisWise
+from scrimp.planner.shard.placement import Placed, common, placed
+
+Places = tuple[Placed, ...]
+
+
+class Moves:
+    """Of one mesh and cluster; it remembers all that it was asked."""
+
+    def __init__(self, costs: AxisWise) -> None:
+        self.costs, self.mesh = costs, costs.mesh
+        self.sizes = dict(costs.mesh.axes)
+        self._seconds: dict[tuple[Placed, Placed, int], float] = {}
+        self._tables: dict[tuple[Places, Places, int], tuple[Numbers, Numbers]] = {}
+
+    def tables(self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int) -> tuple[Numbers, Numbers]:
+        """By pairs: seconds of moves, and bytes of the copies. Few pairs differ, and layers that are alike ask the same."""
+        rows, columns = ({place: k for k, place in enumerate(dict.fromkeys(places))} for places in (made, needed))
+        key = (*rows,), (*columns,), itemsize
+        if key not in self._tables:
+            seconds = [[self.seconds(one, other, itemsize) for other in columns] for one in rows]
+            nbytes = [[self.nbytes(one, other, itemsize) for other in columns] for one in rows]
+            self._tables[key] = np.array(seconds, float), np.array(nbytes, np.int64)
+        pairs = np.ix_([rows[place] for place in made], [columns[place] for place in needed])
+        return self._tables[key][0][pairs], self._tables[key][1][pairs]
+
+    def seconds(self, source: Placed, target: Placed, itemsize: int) -> float:
+        if source == target:
+            return 0.0
+        key = (source, target, itemsize)
+        if key not in self._seconds:
+            self._seconds[key] = self._allowed(source, target, itemsize)
+        return self._seconds[key]
+
+    def nbytes(self, source: Placed, target: Placed, itemsize: int) -> int:
+        """What the target takes beside the source; a sum is completed where it is."""
+        if source == target or source.complete() == target:
+            return 0
+        if common(source, target, self.mesh) is None:
+            return max(target.numel(self.sizes), self._between(source, target).numel(self.sizes)) * itemsize
+        return target.numel(self.sizes) * itemsize
+
+    def _allowed(self, source: Placed, target: Placed, itemsize: int) -> float:
+        found = common(source, target, self.mesh)
+        if found is None:
+            between = self._between(source, target)
+            return self.seconds(source, between, itemsize) + self.seconds(between, target, itemsize)
+        shape, src, dst = found
+        return self.costs.seconds(prod(shape) * itemsize, src, dst)
+
+    def _between(self, source: Placed, target: Placed) -> Placed:
+        """Where the two have no factors in common, the dim is made whole first."""
+        dims = []
+        for one, other in zip(source.dims, target.dims, strict=True):
+            met = common(Placed((one,)), Placed((other,)), self.mesh) is not None
+            dims.append(one if met else [(size, ()) for size, _ in one])
+        return placed(dims)

@@ -1,0 +1,1 @@
+"""The best plan on one mesh, and a lower bound for it."""

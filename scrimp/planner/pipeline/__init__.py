@@ -1,0 +1,1 @@
+"""Stages and micro-batches."""

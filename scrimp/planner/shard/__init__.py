@@ -1,0 +1,1 @@
+"""What a group of operators can choose on a mesh."""

@@ -1,0 +1,98 @@
+"""One class of layers, ready to be planned: who makes each tensor, who needs it and when, and what its groups can choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from scrimp.capture import BORDER, MADE, PARAMETER, LayerGraph, Value
+from scrimp.planner.shard.op_groups import Group, groups_of
+from scrimp.planner.shard.options import Option
+from scrimp.rules import Rule
+
+Span = tuple[int, int]  # the first and the last of some operators, by index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What a group needs of another's, and when: in the forward, in the backward."""
+
+    group: int
+    forward: Span | None
+    backward: Span | None
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(span for span in (self.forward, self.backward) if span is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerModel:
+    """`makers`: the group of each value that is made here. `uses`: by value, of other groups than its maker's. `lives`: of each
+    storage that is made here, from the operator that makes it to the last that reads it or a view of it; `reads`: all that do."""
+
+    graph: LayerGraph
+    groups: tuple[Group, ...]
+    options: tuple[tuple[Option, ...], ...]
+    values: Mapping[str, Value]
+    makers: Mapping[str, int]
+    uses: Mapping[str, tuple[Use, ...]]
+    lives: Mapping[str, Span]
+    reads: Mapping[str, tuple[int, ...]]
+
+    @cached_property
+    def forward_ops(self) -> int:
+        return sum(1 for op in self.graph.ops if not op.backward)
+
+    @property
+    def borders(self) -> tuple[str, ...]:
+        """Inputs that come from other layers or from the batch, in the order of `Layer.inputs`."""
+        return tuple(name for name in self.graph.inputs if self.values[name].kind == BORDER)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Parameters that are used here."""
+        return tuple(value.name for value in self.graph.values if value.kind == PARAMETER and value.name in self.uses)
+
+
+def model_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> LayerModel:
+    """Without options: those depend on the mesh."""
+    groups = groups_of(graph, rules)
+    values = {value.name: value for value in graph.values}
+    group_of = {member.op: k for k, group in enumerate(groups) for member in group.members}
+    makers = {name: group_of[k] for k, op in enumerate(graph.ops) for name in op.outputs if name is not None}
+    readers: dict[str, list[int]] = {}
+    for k, op in enumerate(graph.ops):
+        for name in dict.fromkeys(op.inputs):
+            readers.setdefault(name, []).append(k)
+    uses: dict[str, tuple[Use, ...]] = {}
+    for name, found in readers.items():
+        by_group: dict[int, list[int]] = {}
+        for k in found:
+            if group_of[k] != makers.get(name):
+                by_group.setdefault(group_of[k], []).append(k)
+        uses[name] = tuple(_use(graph, group, ops) for group, ops in by_group.items())
+    lives: dict[str, Span] = {}
+    reads: dict[str, tuple[int, ...]] = {}
+    for k, op in enumerate(graph.ops):
+        for each in (*op.outputs, *op.inputs):
+            if each is not None and values[values[each].storage].kind == MADE:
+                root = values[each].storage
+                lives[root] = (lives.get(root, (k, k))[0], k)
+        for root in {values[name].storage for name in op.inputs}:
+            reads[root] = (*reads.get(root, ()), k)
+    return LayerModel(
+        graph=graph, groups=groups, options=(), values=values, makers=makers,
+        uses={name: found for name, found in uses.items() if found}, lives=lives, reads=reads,
+    )  # fmt: skip
+
+
+def _use(graph: LayerGraph, group: int, ops: list[int]) -> Use:
+    forward = [k for k in ops if not graph.ops[k].backward]
+    backward = [k for k in ops if graph.ops[k].backward]
+    return Use(
+        group=group,
+        forward=(forward[0], forward[-1]) if forward else None,
+        backward=(backward[0], backward[-1]) if backward else None,
+    )

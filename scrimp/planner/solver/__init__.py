@@ -1,0 +1,1 @@
+"""The integer program and its solution, without torch."""

@@ -1,0 +1,1 @@
+"""A rule as data, and what follows from it."""

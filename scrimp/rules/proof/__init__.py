@@ -1,0 +1,1 @@
+"""The proof of a rule by numbers."""

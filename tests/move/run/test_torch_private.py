@@ -1,0 +1,59 @@
+"""Says when a private name of torch that scrimp leans on has changed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from scrimp.chunks.meter import profiler_private
+from scrimp.ext.ranks import RankPool
+from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout, reduce_scatter_flat
+
+
+def private_names() -> str | None:
+    if group_timeout(dist.group.WORLD, torch.device("cpu")) != timedelta(seconds=60):
+        return f"the time-out of a group reads {group_timeout(dist.group.WORLD, torch.device('cpu'))}, not 60 s"
+    world, rank = dist.get_world_size(), dist.get_rank()
+    default_store().set(f"private/{rank}", "there")
+    dist.barrier()
+    if default_store().get(f"private/{(rank + 1) % world}") != b"there" or default_store().check(["private/none"]):
+        return "the store of the default group does not keep what was set"
+    out = torch.empty(world)
+    all_gather_flat(out, torch.tensor([float(rank)]), dist.group.WORLD)
+    if out.tolist() != [float(k) for k in range(world)]:
+        return f"all_gather_flat gave {out}"
+    part = torch.empty(1)
+    reduce_scatter_flat(part, torch.arange(float(world)), dist.group.WORLD)
+    return None if part.item() == world * rank else f"reduce_scatter_flat gave {part}"
+
+
+def shard_order_of_a_dtensor() -> object:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    from scrimp.ext._dtensor_private import shard_order
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    return shard_order(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1), Shard(1)]))
+
+
+def test_private_names_of_torch(ranks4: RankPool) -> None:
+    assert not any(ranks4.run(private_names))
+
+
+def test_the_order_of_shards_is_read(ranks4: RankPool) -> None:
+    for order in ranks4.run(shard_order_of_a_dtensor):
+        assert order in (None, {1: (0, 1)})
+
+
+def test_the_quiet_profiler_hears_what_one_operator_allocates() -> None:
+    given = torch.ones(1024, dtype=torch.bfloat16)
+    assert profiler_private.AVAILABLE
+    assert profiler_private.listen()
+    assert not profiler_private.listen()  # it is on
+    out = given + given
+    del out
+    assert profiler_private.heard() == [2048, -2048]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        assert not profiler_private.listen()
