@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
+DOCS_READY := $(VENV)/.docs-ready
 
 # Tests that run in one process use so many threads. Ranks are processes with one thread each, whatever this says
 # (scrimp/ext/ranks.py), or 8 of them fight over the cores.
@@ -18,21 +19,23 @@ export PYTHONDONTWRITEBYTECODE =
 # So many files of tests run at a time, each with ranks of its own: one more than there are cores, because some only wait.
 JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 16 ? cores + 1 : 16)))
 
-.PHONY: help demo test test-full test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-convergence contenders performance clean
+.PHONY: help demo test test-full test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-convergence contenders performance release check-release docs clean
 
 help:
-	@echo "make demo        training within a budget, killed and resumed, on this machine, in a minute"
+	@echo "make demo        training within a memory budget, killed and resumed, on this machine, in a minute"
 	@echo "make test        lint, types, layering and a fixed sample of the tests"
 	@echo "make test-full   all tests, and more examples of every property"
 	@echo "make test-gpu    the tests that need a CUDA device"
-	@echo "make bench-gpu   training within a cap against PyTorch and DeepSpeed, on one GPU (minutes per section)"
-	@echo "make bench-convergence  what models learn with sparse exchange, against dense (an hour or two on one core; it resumes)"
-	@echo "make contenders  DeepSpeed and torchao in a folder, for make bench-gpu on machines where nothing can be installed"
-	@echo "make performance docs/performance.md from the results of make bench-gpu"
+	@echo "make docs        the documentation as a site, in site/"
+	@echo "make release     wheel and sdist in dist/, each tested in a clean environment"
+	@echo "make bench-gpu   training within a memory cap against PyTorch and DeepSpeed, on one GPU (minutes per section)"
+	@echo "make bench-convergence  convergence with sparse exchange against dense (an hour or two on one core; it resumes)"
+	@echo "make contenders  installs DeepSpeed and torchao into a folder, for make bench-gpu where nothing can be installed"
+	@echo "make performance writes docs/results/raw/performance.md from the results of make bench-gpu"
 	@echo "make bench-network  training over slow links against PyTorch's exchanges, on this machine, as root (about 15 minutes)"
-	@echo "make bench-memory  the memory of exchanges and of whole steps, against DDP and the layout of DGC (a few minutes)"
-	@echo "make bench-solver  how long the planner's integer program takes, and how near it comes (a few minutes)"
-	@echo "make bench-plan  plans beside Megatron-LM's, data parallelism and ZeRO, by one memory model (a few minutes)"
+	@echo "make bench-memory  peak memory of gradient exchanges and of whole steps, against DDP and DGC's layout (a few minutes)"
+	@echo "make bench-solver  solve times and optimality gaps of the planner's integer program (a few minutes)"
+	@echo "make bench-plan  plans against Megatron-LM, data parallelism and ZeRO in one memory model (a few minutes)"
 	@echo "make bench-move  moves against DTensor and XLA, in one run (about 10 minutes)"
 
 $(READY): pyproject.toml constraints.txt
@@ -46,6 +49,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(BENCH_READY): $(READY)
 	@$(PIP) --no-build-isolation --editable ".[bench]"
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@$(PIP) --no-build-isolation --editable ".[docs]"
 	@touch $@
 
 demo: $(READY)
@@ -94,8 +101,27 @@ bench-convergence: $(READY)
 contenders: $(READY)
 	$(BIN)/python -m bench.gpu.contenders_folder
 
+release: $(READY)
+	@$(PIP) build
+	@rm -rf dist build
+	@$(BIN)/python -m build --no-isolation --outdir dist .
+	@for made in dist/*.whl dist/*.tar.gz; do $(MAKE) --no-print-directory check-release MADE=$$made || exit 1; done
+
+# A clean environment that has nothing but the package and what it asks for: the kernels must be in it, and the demo must run.
+check-release:
+	@echo "checking $(MADE)"
+	@rm -rf build/check && $(PYTHON) -m venv build/check
+	@build/check/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools torch
+	@build/check/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation $(MADE)
+	@cd build/check && bin/python -c "import scrimp, sys; assert 'site-packages' in scrimp.__file__; assert 'torch' not in sys.modules"
+	@cd build/check && bin/scrimp doctor
+	@cd build/check && bin/scrimp demo
+
 performance: $(READY)
 	$(BIN)/python -m bench.gpu.page
 
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""scrimp trains PyTorch models in the least memory a cluster allows, and says beforehand how much that is.
+"""scrimp trains PyTorch models in little memory, and predicts the peak before training.
 
 Names are resolved when first used, so that `import scrimp` loads neither torch nor numpy.
 """

@@ -1,4 +1,4 @@
-"""Packages whose names are loaded when they are first used, so that importing a package costs nothing."""
+"""Lazy packages: public names are loaded on first use, so that importing a package costs little."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: `homes` says for each public name which module defines it.
+def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package: `modules` maps each public name to the module that defines it.
 
     A name is resolved once. Then it is an ordinary attribute of the package.
     """
 
     def resolve(name: str) -> Any:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(homes[name]), name)
+        value = getattr(import_module(modules[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -26,7 +26,7 @@ from bench.machine import machine
 from scrimp.zoo import generator
 
 RESULTS = Path(__file__).parents[1] / "results" / "convergence" / "rows.json"
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "results" / "raw"
 TUNING_SEED, SEEDS = 0, (1, 2, 3, 4, 5)
 LR_GRID = {"SGD": (0.05, 0.1, 0.2, 0.4, 0.8), "AdamW": (0.0025, 0.005, 0.01, 0.02)}
 LR_RISE, LR_LAST = 0.05, 0.1  # of the steps; of the learning rate, to which it sinks by a cosine

@@ -1,4 +1,4 @@
-"""docs/convergence.md and its curves from the rows of `bench.convergence`: every figure comes from there."""
+"""docs/results/raw/convergence.md and its curves from the rows of `bench.convergence`: every figure comes from there."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dense_of(name: str) -> str:
 
 
 def section(docs: Path, task: Task, rows: Rows) -> str:
-    """The table and what was asked, as Markdown; the curves are drawn into files."""
+    """The table and the targets, as Markdown; the curves are drawn into files."""
     steps = next(iter(rows.values()))[0]["steps"]
     seeds = len(next(iter(rows.values())))
     lines = [f"## {task.title}", "", f"{steps} steps, {seeds} seeds{task.remark}.", ""]
@@ -82,7 +82,7 @@ def _text(figure: tuple[float, float], sign: str = "") -> str:
 
 
 def _curves(task: Task, rows: Rows, family: str) -> str:
-    """The figure that was asked for, by step, mean over seeds."""
+    """The figure of the target, by step, mean over seeds."""
     figure = 1 + FIGURES.index(task.figure)
     series = []
     for colour, (name, of) in enumerate(rows.items()):

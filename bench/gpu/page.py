@@ -1,4 +1,4 @@
-"""Writes docs/performance.md and its plots from what is in bench/results/: `python -m bench.gpu.page`.
+"""Writes docs/results/raw/performance.md and its plots from what is in bench/results/: `python -m bench.gpu.page`.
 
 Every figure comes from there; what was not measured is said to be so.
 """
@@ -17,7 +17,7 @@ from bench.gpu.sections import SECTIONS, Point, points_on
 from bench.svg import Series, plot
 from scrimp.ledger import parse_nbytes
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "results" / "raw"
 NOT_YET = "Not measured yet."
 MODES = ("unclipped", "clipped")
 INTRODUCTION = f"""# Performance
@@ -99,8 +99,8 @@ def _level(name: str, points: Sequence[Point], mode: str, rows: dict[str, Row]) 
 
 
 def _asked(rows: dict[str, Row]) -> list[str]:
-    """What the engine is meant to reach, beside what it does."""
-    lines = ["## What is asked of it", "", "| at | mode | asked | seen |", "|---|---|---|---|"]
+    """What the engine is meant to reach, and what was measured."""
+    lines = ["## Targets", "", "| at | mode | target | measured |", "|---|---|---|---|"]
     at_24, at_80, at_12, batch_32 = (SECTIONS[name]()[0].case for name in ("24GiB", "80GiB", "12GiB", "batch-32"))
     fits, kept = (point.case for point in SECTIONS["all-fits"]())
     for case, others, mode, least, words in [

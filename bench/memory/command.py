@@ -2,8 +2,8 @@
 
 Every contender in a process of its own. Parts: "exchange", what each takes above weights and one momentum buffer; "step",
 the peak of a training step; "batch", the largest batch in the memory that the DGC layout takes for one of 32. What is known for
-this commit is not measured again. Rows are in bench/results/memory/COMMIT.json, tables in COMMIT.md beside it; docs/memory.md
-is written from the rows by `python -m bench.memory.page`.
+this commit is not measured again. Rows are in bench/results/memory/COMMIT.json, tables in COMMIT.md beside it.
+`python -m bench.memory.page` writes docs/results/raw/memory.md from the rows.
 """
 
 from __future__ import annotations

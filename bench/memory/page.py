@@ -1,4 +1,4 @@
-"""docs/memory.md from the rows of `bench.memory`: every figure comes from there; what was not measured is said to be so.
+"""docs/results/raw/memory.md from the rows of `bench.memory`: every figure comes from there, and missing ones are named.
 
 `python -m bench.memory.page [--device cpu]`: the rows of the newest run on such a device.
 """
@@ -16,7 +16,7 @@ from bench.memory.case import SMALL, Case
 from bench.memory.contenders import CONTENDERS, DGC, SCRIMP
 from scrimp.ledger import format_nbytes
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "results" / "raw"
 NOT_YET = "Not measured yet."
 LOWER = 0.805  # at least, asked of a whole step in bf16
 TIMES = 4  # at least, asked of the batch, in the DGC layout's

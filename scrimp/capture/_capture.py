@@ -1,6 +1,6 @@
 """`capture`: an `nn.Module` and an example batch -> `Graph`, on the CPU, without a byte of the model's parameters.
 
-    fakes     stand in for the model's tensors and the batch's          trace/fakes.py
+    fakes     replace the model's tensors and the batch's              trace/fakes.py
     trace     the forward as one graph of torch calls                   torch_private/dynamo.py
     clean     without calls that compute nothing                        trace/clean.py
     split     into layers; alike ones share what follows                split/split.py
@@ -8,7 +8,7 @@
     joint     its forward and backward as ATen calls                    torch_private/joint.py
     graph     as data                                                   joint/layer_graph.py
 
-All but `trace` works on one layer of each class, and of a run of alike layers few are traced (trace/depth.py).
+All but `trace` works on one layer of each class, and `trace` sees few of a run of identical layers (trace/depth.py).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from scrimp.capture.trace.clean import WAY_OUT, clean, tensor_of
 from scrimp.capture.trace.decided import decided
 from scrimp.capture.trace.depth import Run, lengthened, runs_of, shortened
 from scrimp.capture.trace.diagnose import failure
-from scrimp.capture.trace.fakes import batch_names, dtype_name, fake, parameters_of, stand_ins
+from scrimp.capture.trace.fakes import batch_names, dtype_name, fake, faked, parameters_of
 from scrimp.capture.trace.hf_patches import as_in_training
 from scrimp.capture.trace.source_location import Places, named
 from scrimp.errors import CaptureError
 
 
 class _Loss(nn.Module):
-    """The model, but for the loss all that it returns is left out."""
+    """Wraps the model to return the loss alone."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -51,15 +51,15 @@ class _Loss(nn.Module):
         if isinstance(result, Tensor):
             return result
         loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-        return torch.empty(0) if loss is None else loss  # Dynamo cannot return nothing
+        return torch.empty(0) if loss is None else loss  # Dynamo cannot return None
 
 
 def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Graph:
-    """What one step of training computes, by layers. The forward returns a scalar loss, or an object or a dict with `loss`.
-    Model and batch may be on any device, also on meta; shapes are those of the batch, fixed."""
+    """Captures one training step as a graph of layers. The forward returns a scalar loss, or an object or a dict with `loss`.
+    Model and batch may be on any device, also on meta; shapes are fixed to those of the batch."""
     runs = runs_of(model)
     if runs:
-        with suppress(CaptureError):  # that of the whole model says more
+        with suppress(CaptureError):  # the error of the whole model is more informative
             graph: Graph | None = _Capture(model, args, kwargs or {}, runs).run()
             for run in runs:
                 graph = graph and lengthened(graph, run)
@@ -69,7 +69,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | N
 
 
 class _Capture:
-    """`runs`: of alike layers, of which most are left out."""
+    """`runs`: of identical layers, most of which are left out."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], runs: Sequence[Run] = ()) -> None:
         self.model, self.runs = model, runs
@@ -77,7 +77,7 @@ class _Capture:
         self.places = Places(model)
         self.names = batch_names(model, args, kwargs)
         self.given = dict(zip(self.names, _tensors((tuple(args), dict(kwargs))), strict=True))
-        # A fake of its own for every tensor: one that is given twice, as tokens and as labels, is two tensors of the batch.
+        # One fake per tensor: one that is given twice, as tokens and as labels, counts as two tensors of the batch.
         fakes = pytree.tree_map_only(Tensor, lambda tensor: fake(self.mode, tensor, False), (tuple(args), dict(kwargs)))
         self.args, self.kwargs = fakes
         self.parameters = tuple(parameters_of(model).values())
@@ -85,7 +85,7 @@ class _Capture:
     def run(self) -> Graph:
         with (
             torch.enable_grad(),
-            stand_ins(self.model, self.mode) as known,
+            faked(self.model, self.mode) as known,
             as_in_training(self.model, self.given),
             decided(),
             shortened(self.model, self.runs),
@@ -104,8 +104,8 @@ class _Capture:
         return graph
 
     def _warn(self, effects: Sequence[str], graph: Graph) -> None:
-        """Of what the forward leaves in the model's attributes, but for buffers written in place, which the graph updates, and
-        for notes in the config, as Hugging Face makes them."""
+        """Warns of attributes that the forward sets, except buffers written in place, which the graph updates, and notes in the
+        config, as Hugging Face makes them."""
         updated = {dict(each.parameters)[name] for each in graph.layers for name, _ in graph.graphs[each.graph].updates}
         lost = []
         for path in (name.removeprefix("model").lstrip(".") for name in effects):
@@ -127,26 +127,26 @@ class _Capture:
             where = self.places.at(error.frames)
             way_out = _way_out(self.model) if "experts" in where else WAY_OUT
             raise CaptureError(
-                f"{where}: the forward depends on the values of tensors, or does what "
+                f"{where}: the forward depends on the values of tensors, or has calls that "
                 f"cannot be traced ({error.reason}); {self._in_eval()}{way_out}"
             ) from error
         return module, tensors, effects
 
     def _in_eval(self) -> str:
-        """Whether it can be traced without what only training does; tried, as it is said of the whole model alone."""
+        """Whether the model can be traced in eval mode; it is tried on the whole model alone."""
         training = [module for module in self.model.modules() if module.training]
         if self.runs or not training:
             return ""
         try:
             self.model.eval()
             trace(_Loss(self.model), (self.args, self.kwargs))
-        except Exception:  # whatever it is, it is no way out
+        except Exception:  # if this fails too, it is no workaround
             return ""
         finally:
             for module in training:
                 module.training = True
         return (
-            "it is what only training does: after model.eval() the model can be planned, without dropout; or set the rate of "
+            "only training mode fails: after model.eval() the model can be planned, without dropout; or set the rate of "
             "what is dropped to 0 (Hugging Face: layerdrop in the config); or "
         )
 
@@ -170,7 +170,7 @@ class _Capture:
         if loss is None or loss.numel() != 1 or not loss.requires_grad or nodes[0].op == "placeholder":
             got = "no loss" if loss is None or loss.numel() == 0 else f"a tensor of shape {tuple(loss.shape)}"
             if loss is not None and loss.numel() == 1:
-                got = "one that depends on none: is all of it frozen, or detached?"
+                got = "one that depends on none: are all of them frozen, or the loss detached?"
                 raise CaptureError(
                     f"{type(self.model).__name__} must return a loss that depends on its parameters, but gave {got}"
                 )
@@ -227,7 +227,7 @@ class _Capture:
     def _joint(self, cut: Piece, path: str, part: Stretch) -> fx.GraphModule:
         try:
             return trace_joint(cut.module, cut.inputs)
-        except Exception as error:  # of as many kinds as there are operators
+        except Exception as error:  # operators raise many kinds of errors
             line = line_of(part.nodes[0].meta.get("stack_trace"))
             raise CaptureError(
                 f"{named(path)}, {line} and behind: the layer's backward cannot be traced "
@@ -237,7 +237,7 @@ class _Capture:
     def _check_writes(
         self, part: Stretch, written: frozenset[int], owned: Mapping[fx.Node, Parameter], stretches: Sequence[Stretch]
     ) -> None:
-        """Writing into what another layer made is fine if nobody reads its old bytes later, not through a view either."""
+        """Writing in place into another layer's tensor is allowed if no later call reads its old bytes, also through a view."""
         if not written:
             return
         index = next(k for k, each in enumerate(stretches) if each is part)
@@ -261,7 +261,8 @@ def _share(one: fx.Node, two: fx.Node) -> bool:
 
 
 def _way_out(model: nn.Module) -> str:
-    """Experts one after the other look for their tokens in the data; so do products of groups where they are not of bf16."""
+    """Advice for mixtures of experts: a loop over experts depends on the data, and so do grouped matmuls unless they are in
+    bf16."""
     config = getattr(model, "config", None)
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     if experts and getattr(config, "_experts_implementation", None) != "batched_mm":

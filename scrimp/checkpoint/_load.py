@@ -1,9 +1,8 @@
-"""Loading: every rank takes from every file the parts that lie in its own shards, and nothing else. States that were saved
-with another codec than the engine's are decoded or encoded on the way, a tile at a time."""
+"""Loading: every rank reads from every file only the parts in its own shards. States saved with another codec than the engine's
+are converted, a tile at a time."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from scrimp._warnings import warn
 from scrimp.checkpoint._manifest import Entry, Manifest, checksum
 from scrimp.checkpoint._save import ASIDE
 from scrimp.chunks import CODECS, Coder, Optimizer, Piece, Store, coder_numel, state_fields
@@ -22,8 +22,8 @@ Loaded = tuple[Manifest, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def load(folder: str | Path, store: Store, *, optimizer: str, also: Callable[[list[Any]], None]) -> Loaded:
-    """Fill the store; the manifest, this rank's random state if the checkpoint was written by as many ranks, and the
-    buffers. `also` is shown the files of all ranks."""
+    """Fill the store. Returns the manifest, this rank's random state if as many ranks wrote the checkpoint, and the buffers.
+    `also` receives the files of all ranks."""
     where = Path(folder)
     if not where.exists() and where.with_name(where.name + ASIDE).exists():
         where = where.with_name(where.name + ASIDE)
@@ -57,7 +57,7 @@ def _named(file: Any, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def _fill(files: list[Any], entry: Entry, piece: Piece, saved: str, optimizer: Optimizer) -> None:
-    """A piece from all extents that it shares elements with; `saved` says how the states were."""
+    """Fills a piece from all extents that overlap it; `saved` is the codec of the saved states."""
     for extent in entry.extents:
         begin = max(extent.start, piece.inside.start)
         end = min(extent.start + extent.length, piece.inside.stop)
@@ -87,15 +87,15 @@ def _recode(sources: list[Any], out: slice, piece: Piece, into: slice, count: in
         tile = slice(0, numel)
         if encode:
             states = [torch.empty(field.numel(numel), dtype=field.dtype, device="cpu") for field in coded]
-            for schedule_step, saved in zip(coder.moments(tile), sources, strict=True):
-                schedule_step.copy_(saved[source])
+            for moment, saved in zip(coder.moments(tile), sources, strict=True):
+                moment.copy_(saved[source])
             coder.encode(states, tile, place=piece.inside.start + target.start, count=count)
             for state, field, made in zip(piece.states, coded, states, strict=True):
                 state[field.span(target)].copy_(made)
         else:
             found = [saved[field.span(source)] for saved, field in zip(sources, coded, strict=True)]
-            for state, schedule_step in zip(piece.states, coder.decode(found, tile), strict=True):
-                state[target].copy_(schedule_step)
+            for state, moment in zip(piece.states, coder.decode(found, tile), strict=True):
+                state[target].copy_(moment)
 
 
 def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> None:
@@ -117,8 +117,7 @@ def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> N
     if manifest.state not in CODECS:
         raise CheckpointError(f"{where} was saved with {manifest.state!r} states; this scrimp knows {CODECS}")
     if manifest.state != store.optimizer.state:
-        warnings.warn(
+        warn(
             f"{where} was saved with {manifest.state} states, the engine keeps them in {store.optimizer.state}: they are "
-            "converted, and the run does not go on as it would have",
-            stacklevel=5,
+            "converted, so the run continues with different numerical results"
         )

@@ -1,7 +1,7 @@
-"""What a checkpoint folder says of itself: one JSON file, written last.
+"""The manifest of a checkpoint folder: one JSON file, written last.
 
-Every rank's file holds its homes as they are, layer by layer; the manifest says which part of which parameter lies where
-in them, so that a reader with other chunks or another number of ranks can take just what it needs.
+Every rank's file holds its shards as they are, layer by layer. The manifest says which part of which parameter is where in the
+files, so that a reader with another chunk size or number of ranks can read just what it needs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A parameter: its shape, whether it is trained and is its own master, how often it was updated, and where its
-    elements are: in the tensors of layer `layer`."""
+    """A parameter: its shape, whether it is trained and is its own master, its number of updates, and the position of its
+    elements in the tensors of layer `layer`."""
 
     shape: tuple[int, ...]
     trainable: bool
@@ -43,6 +43,8 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
+    """Settings, counters, files and parameters of a checkpoint."""
+
     precision: str
     optimizer: str
     states: int
@@ -51,8 +53,8 @@ class Manifest:
     loss_scale: tuple[float, int]
     files: tuple[tuple[str, str], ...]  # name, checksum
     entries: dict[str, Entry]
-    state: str = "fp32"  # how the optimizer's states are kept: "int8" means codes and scales
-    groups: tuple[dict[str, Any], ...] = ()  # the settings of the optimizer's groups: lr and others; none in old checkpoints
+    state: str = "fp32"  # codec of the optimizer's states: "int8" means codes and scales
+    groups: tuple[dict[str, Any], ...] = ()  # settings of the optimizer's groups: lr and others; none in old checkpoints
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})

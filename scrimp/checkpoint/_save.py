@@ -1,7 +1,7 @@
-"""Saving: every rank writes its arenas to a folder beside the goal; rank 0 writes the manifest and renames.
+"""Saving: every rank writes its shards to a temporary folder next to the target; rank 0 writes the manifest and renames.
 
-At every moment either the old checkpoint or the new one is complete: the old one is moved aside only when the new one
-needs nothing but its name, and a reader that finds no checkpoint takes the one moved aside.
+At any time either the old checkpoint or the new one is complete: the old one is renamed only when the new one needs nothing but
+its name, and a reader that finds no checkpoint reads the renamed one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def save(
     groups: Sequence[Mapping[str, Any]] = (),
     also: Iterable[Named] = (),
 ) -> None:
-    """`also`: what else this rank has, by names of its own."""
+    """Write a checkpoint. `also`: further tensors of this rank, under their own names."""
     goal = Path(os.path.abspath(folder))
     work = goal.with_name(goal.name + UNFINISHED)
     wire = store.ranks
@@ -91,7 +91,7 @@ def _finish(
 
 @contextmanager
 def _together(wire: Wire, goal: Path) -> Iterator[None]:
-    """What goes wrong on one rank is an error on all of them, now and not at a time-out."""
+    """Turns an error on one rank into an error on all ranks at once, without a time-out."""
     error: BaseException | None = None
     try:
         yield
@@ -101,11 +101,11 @@ def _together(wire: Wire, goal: Path) -> Iterator[None]:
     if error is not None:
         raise error if isinstance(error, ScrimpError) else CheckpointError(f"{goal} could not be written: {error}") from error
     if failed:
-        raise CheckpointError(f"{goal} could not be written: rank {failed[0]} failed, and says why")
+        raise CheckpointError(f"{goal} could not be written: rank {failed[0]} failed; see the error there")
 
 
 def _check_goal(goal: Path) -> None:
-    """A checkpoint takes the place of a checkpoint, and of nothing else."""
+    """Raises unless the target is new or holds nothing but a checkpoint, because it is replaced."""
     if goal.exists() and not goal.is_dir():
         raise CheckpointError(f"{goal} is a file; save to a folder that is new, or holds a checkpoint")
     others = [p.name for p in goal.iterdir() if p.name != NAME and not p.match("rank-*.safetensors")] if goal.exists() else []
@@ -116,7 +116,7 @@ def _check_goal(goal: Path) -> None:
 
 
 class _OneLayer(ExitStack):
-    """Layers opened one at a time, each once for all of its tensors: one on disk is read as a whole."""
+    """Opens layers one at a time, each once for all of its tensors, because a layer on disk is read as a whole."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -137,14 +137,14 @@ class _OneLayer(ExitStack):
 def _tensors(
     store: Store, layers: _OneLayer, rng: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> Iterator[Named]:
-    """What this rank writes, each tensor made when its turn comes."""
+    """The tensors that this rank writes, each made only when it is written."""
     for key, state in rng.items():
         yield f"rng.{key}", state.dtype, tuple(state.shape), partial(_on_host, state)
-    if store.ranks.rank == 0:  # buffers are the same everywhere, as DDP has them
+    if store.ranks.rank == 0:  # buffers are the same on all ranks, as with DDP
         for key, buffer in buffers.items():
             yield f"buffer.{key}", buffer.dtype, tuple(buffer.shape), partial(_on_host, buffer)
     if store.ranks.rank >= store.wire.world:
-        return  # the first who share homes have written the same weights
+        return  # the first group of ranks that shard the model has written the same weights
     for layer in range(len(store.table.layers)):
         trained = store.shards.trained_numel(layer)
         wide = store.dtype_of(layer) == torch.float32
@@ -191,7 +191,7 @@ def _commit(work: Path, goal: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Down to the disk, a folder's entries too."""
+    """Flushes a file, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

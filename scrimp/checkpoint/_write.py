@@ -1,6 +1,6 @@
-"""Writing a safetensors file tensor by tensor, so that saving needs no second copy of what is saved.
+"""Writes a safetensors file tensor by tensor, so that saving needs no second copy of the data.
 
-The format is a length, a JSON header with every tensor's dtype, shape and place, and the bytes.
+The format is a length, a JSON header with every tensor's dtype, shape and offsets, and the bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 1 << 22
 
 
 def write(path: Path, tensors: Iterable[Named]) -> bytes:
-    """Write (name, dtype, shape, how to get it) in order; the checksum of the file."""
+    """Writes (name, dtype, shape, function that makes it) in order; returns the checksum of the file."""
     rows = list(tensors)
     header: dict[str, object] = {}
     position = 0
@@ -47,10 +47,10 @@ def write(path: Path, tensors: Iterable[Named]) -> bytes:
             for at in range(0, len(view), BLOCK):
                 file.write(view[at : at + BLOCK])
                 digest.update(view[at : at + BLOCK])
-            del tensor, view  # before the next one is made
+            del tensor, view  # free it before the next one is made
     return digest.digest()
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Not through numpy, after which torch will not resize a storage any more."""
+    """The bytes of a tensor, without numpy, because torch no longer resizes a storage that numpy has viewed."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,7 +1,7 @@
-r"""The commands: their options and help, and how an error reaches the person who typed.
+r"""The commands, their options and their help texts, and error handling for the terminal.
 
-Each command imports what it needs when it runs, so that `scrimp --help` loads neither torch nor numpy. Help texts are
-rich markup, in which an opening bracket is written `\[`.
+Each command imports what it needs when it runs, so that `scrimp --help` loads neither torch nor numpy. Help texts are rich
+markup, in which an opening bracket is written `\[`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from scrimp.cli._end import UsageError, ending, typed
 from scrimp.cli.rules.app import app as rules_app
 from scrimp.errors import ScrimpError
 
-COLUMNS = 80  # where no terminal says otherwise
+COLUMNS = 80  # where there is no terminal
 MOST = 2**31 - 1  # of rows, tokens, seeds
 
 
 class Commands(TyperGroup):
-    """No error ends as a traceback: see `_end.py`."""
+    """Turns every error into one message and an exit code: see `_end.py`."""
 
     def invoke(self, ctx: Any) -> Any:
         with ending():
@@ -44,12 +44,12 @@ app.add_typer(rules_app)
 
 
 def console(*, stderr: bool = False) -> Any:
-    """A rich console on which brackets are text: layouts would else be taken for markup."""
+    """A rich console that prints brackets as text: it would read layouts as markup."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
     if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")  # a box that cannot be drawn is no reason to fail
+        stream.reconfigure(errors="replace")  # print a replacement for characters that cannot be encoded
     known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else COLUMNS)
 
@@ -66,7 +66,7 @@ def root(
 ) -> None:
     r"""Train PyTorch models in the least memory a cluster allows.
 
-    Exit codes: 0 done, 1 the work failed or the answer is no, 2 wrong input,
+    Exit codes: 0 done, 1 the work failed or a check is negative, 2 wrong input,
     70 a bug in scrimp, 130 Ctrl-C. With SCRIMP_DEBUG=1 in the environment an
     error shows its traceback.
 
@@ -79,8 +79,8 @@ def root(
 
 @app.command()
 def move(
-    src: Annotated[str, typer.Argument(metavar="FROM", help=r'The layout that the array has now, such as "\[x,y]".')],
-    dst: Annotated[str, typer.Argument(metavar="TO", help=r'The layout that it shall have, such as "\[y,x]".')],
+    src: Annotated[str, typer.Argument(metavar="FROM", help=r'The current layout of the array, such as "\[x,y]".')],
+    dst: Annotated[str, typer.Argument(metavar="TO", help=r'The target layout, such as "\[y,x]".')],
     mesh: Annotated[str, typer.Option(help="The axes of the mesh and their sizes, such as x=2,y=4.")],
     shape: Annotated[str, typer.Option(help="The size of each dim, such as 8192,8192.")],
     dtype: Annotated[str, typer.Option(help="The dtype of the elements, by its name in torch.")] = "float32",
@@ -113,7 +113,7 @@ def move(
     with typed():
         if not (isfinite(latency_us) and isfinite(gb_per_s)):
             raise ScrimpError(f"a link of {latency_us} us a message and {gb_per_s} GB/s: both must be finite numbers")
-        # Divided, not multiplied: 10 / 1e6 is the very float that the default link has, so that programs hash alike.
+        # Divide: 10 / 1e6 is exactly the default link's float, so that programs hash alike.
         cluster = Cluster(default=Link(latency_seconds=latency_us / 1e6, bytes_per_second=gb_per_s * 1e9))
         program = synthesize(
             parse_shape(shape), Mesh.parse(mesh), src, dst, dtype=dtype, cluster=cluster, direct=not collectives_only
@@ -149,7 +149,7 @@ def doctor(
 @app.command()
 def probe(
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, or one GPU, such as cuda:1. Default: the one that an engine takes.")
+        str | None, typer.Option(help="cpu, cuda, or one GPU, such as cuda:1. Default: the device that the engine uses.")
     ] = None,
     disk: Annotated[Path | None, typer.Option(help="Also measure the disk of this folder.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the cluster to this file, as JSON.")] = None,
@@ -177,12 +177,8 @@ def plan(
     cluster: Annotated[
         str, typer.Option(help="A preset, such as 8xH100 (see scrimp clusters), or a file, such as cluster.toml.")
     ],
-    mesh: Annotated[
-        str | None, typer.Option(help="Axes and their sizes, such as dp=4,tp=8. Default: the best that the search finds.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory of a device that may be used, such as 40GiB. Default: all of it.")
-    ] = None,
+    mesh: Annotated[str | None, typer.Option(help="Axes and their sizes, such as dp=4,tp=8. Default: searched.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory budget of one device, such as 40GiB. Default: all of it.")] = None,
     batch: Annotated[
         int | None, typer.Option(help="Sequences or images in a step, over all devices. Default: 32.", min=1, max=MOST)
     ] = None,
@@ -194,10 +190,8 @@ def plan(
     precision: Annotated[str, typer.Option(help="bf16, fp32, or megatron-bf16 (18 bytes a parameter).")] = "bf16",
     keep: Annotated[bool, typer.Option("--keep", help="Keep all activations: no recomputation, no offload.")] = False,
     stages: Annotated[str, typer.Option(help="Pipeline stages: a number, or auto.")] = "1",
-    micro_batches: Annotated[
-        str, typer.Option(help="Equal parts of the batch that run one after the other: a number, or auto.")
-    ] = "1",
-    interleave: Annotated[int, typer.Option(help="Pieces of the model on each stage.", min=1)] = 1,
+    micro_batches: Annotated[str, typer.Option(help="Micro-batches, with gradient accumulation: a number, or auto.")] = "1",
+    interleave: Annotated[int, typer.Option(help="Model chunks on each stage (interleaved 1F1B).", min=1)] = 1,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of the model, such as layers=32. May be repeated.")
     ] = None,
@@ -283,8 +277,8 @@ def clusters(
     """List the kinds of devices that scrimp knows, or show one cluster.
 
     A cluster is shown with its devices, links and meshes. The figures are those
-    that vendors publish. docs/clusters.md says how to write a file with other
-    figures. No GPU is needed.
+    that vendors publish. docs/explanation/cluster.md says how to write a file with
+    other figures. No GPU is needed.
 
     Examples
       scrimp clusters

@@ -1,4 +1,4 @@
-"""What `scrimp clusters` prints: the kinds of devices that are known, or one cluster."""
+"""`scrimp clusters`: prints the known kinds of devices, or one cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def show(console: Console, *, name: str | None, json_file: Path | None) -> None:
     if name is None:
         if json_file is not None:
-            raise UsageError("--json writes one cluster: say which, such as scrimp clusters 8xH100 --json cluster.json")
+            raise UsageError("--json writes one cluster: name it, such as scrimp clusters 8xH100 --json cluster.json")
         _kinds(console)
         return
     with typed():
@@ -31,7 +31,7 @@ def show(console: Console, *, name: str | None, json_file: Path | None) -> None:
 
 
 def cluster_of(text: str) -> Cluster:
-    """A file by its ending, or else a preset."""
+    """Loads a file, known by its ending, else a preset."""
     return Cluster.load(Path(text)) if text.endswith((".toml", ".json")) else Cluster.preset(text)
 
 
@@ -50,7 +50,7 @@ def _kinds(console: Console) -> None:
 def _one(console: Console, cluster: Cluster) -> None:
     built = cluster.hardware
     if built is None:
-        raise ScrimpError("this cluster says nothing of its devices, so there is nothing to show")
+        raise ScrimpError("this cluster has no device data to show")
     rows = _rows(built)
     for mesh in cluster.meshes():
         links = [f"{axis} {_where(each.inside)}" for axis, each in cluster.axis_links(mesh).items()]

@@ -1,4 +1,4 @@
-"""What `scrimp diff` prints: two plans from their files. Torch is not loaded."""
+"""`scrimp diff`: compares two plan files, without torch."""
 
 from __future__ import annotations
 

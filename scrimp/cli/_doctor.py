@@ -1,7 +1,8 @@
-"""What `scrimp doctor` finds on this machine.
+"""`scrimp doctor`: reports what this machine has.
 
-A probe is a function that returns a line to read and the same as data. `examine` runs each of them apart: one that
-raises becomes a row that says so, and its warnings are shown beside it, so that a broken driver is reported, not met.
+A probe is a function that returns a line of text and the same as data. `examine` runs each of them separately: an exception
+becomes a row of the report, and warnings are shown next to it, so that a broken driver is reported and does not crash the
+command.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "scrimp.doctor", 1
 PACKAGES = ("numpy", "typer", "rich", "hypothesis", "jax", "triton", "transformers", "safetensors")
-NO_LIMIT = 1 << 60  # an old cgroup without a limit says a number near 2 ** 63
+NO_LIMIT = 1 << 60  # cgroup v1 without a limit reports a number near 2 ** 63
 
 Finding = tuple[str, dict[str, Any]]
 
@@ -43,7 +44,7 @@ class Row:
 
 
 def examine(*, deep: bool = False) -> list[Row]:
-    """A row for each probe, whatever happens in it."""
+    """One row per probe; an exception becomes a row too."""
     return [_try(name, probe) for name, probe in {**PROBES, **(DEEP_PROBES if deep else {})}.items()]
 
 
@@ -105,7 +106,7 @@ def memory() -> Finding:
 
 
 def cgroup_limit_nbytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The least limit of this process's control groups and those above them; None where there is none."""
+    """The smallest limit of this process's control group and its ancestors; None where there is none."""
     limits = []
     for line in membership.read_text().splitlines() if membership.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -131,7 +132,7 @@ def disk() -> Finding:
 
 
 def _no_direct_io() -> str | None:
-    """Why spill files here would go through the page cache, if they would."""
+    """Why spill files in this folder would use the page cache; None if direct I/O works."""
     from scrimp.chunks import open_direct
 
     try:
@@ -187,13 +188,13 @@ def gpus() -> Finding:
 
     if not torch.cuda.is_available():
         tool = shutil.which("nvidia-smi")
-        hint = "; nvidia-smi is here, so look at the driver and at the build of torch" if tool else ""
+        hint = "; nvidia-smi is here, so check the driver and the build of torch" if tool else ""
         return f"none that torch can use{hint}", {"gpus": []}
     found, texts = [], []
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         one: dict[str, Any] = {"name": card.name, "total_nbytes": card.total_memory}
-        try:  # a card that another process keeps for itself has a name and no more
+        try:  # a card in exclusive use by another process only has a name
             one["free_nbytes"] = torch.cuda.mem_get_info(index)[0]
             free = f"{nbytes_text(one['free_nbytes'])} free"
         except RuntimeError as error:
@@ -215,7 +216,7 @@ def backends() -> Finding:
 
 
 def packages() -> Finding:
-    """By what is installed, not by importing it: some take seconds, and a broken one can end the process."""
+    """Checks installed metadata, without importing: some packages take seconds, and a broken one can end the process."""
     have: dict[str, str | None] = {}
     for name in PACKAGES:
         try:

@@ -1,8 +1,7 @@
-"""How a command ends when it cannot do what was asked: one message, an exit code, and no traceback.
+"""Error handling of the commands: one message, an exit code, and no traceback.
 
-Exit codes: 0, done. 1, the work failed (a `ScrimpError`, or the machine ran out of memory or disk), or the answer is no. 2, what
-was typed cannot be asked. 70, a bug in scrimp. 130, Ctrl-C. With SCRIMP_DEBUG=1 in the environment the traceback comes before
-the message.
+Exit codes: 0, done. 1, the work failed (a `ScrimpError`, or the machine ran out of memory or disk), or a check is negative. 2,
+wrong usage. 70, a bug in scrimp. 130, Ctrl-C. With SCRIMP_DEBUG=1 in the environment the traceback comes before the message.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ DEBUG = "SCRIMP_DEBUG"
 
 
 class UsageError(ScrimpError):
-    """What was typed cannot be asked."""
+    """Wrong usage: exit code 2."""
 
 
 @contextmanager
 def typed() -> Iterator[None]:
-    """Around the checks of what was typed, before the work begins: an error in there is one of usage."""
+    """Wraps the checks of arguments, before the work begins: an error inside is a usage error."""
     try:
         yield
     except ScrimpError as error:
@@ -35,7 +34,7 @@ def typed() -> Iterator[None]:
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Around a command. `SystemExit`, and what the parser of the command line raises, pass."""
+    """Wraps a command. `SystemExit`, and the exceptions of the command-line parser, pass."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -43,9 +42,9 @@ def ending() -> Iterator[None]:
     except ScrimpError as error:
         _end(f"error: {error}", USAGE if isinstance(error, UsageError) else FAILED, error)
     except MemoryError as error:
-        _end("error: the memory of this machine ran out; ask for less, or use a machine with more", FAILED, error)
+        _end("error: this machine ran out of memory; use smaller sizes, or a machine with more", FAILED, error)
     except OSError as error:
-        if error.errno == errno.EPIPE:  # the reader of the output has left: the parser ends such a command silently
+        if error.errno == errno.EPIPE:  # the reader of the output has closed it: the parser ends such a command silently
             raise
         _end(f"error: {error}", FAILED, error)
     except Exception as error:
@@ -57,7 +56,7 @@ def ending() -> Iterator[None]:
 
 
 def _of_the_parser(error: Exception) -> bool:
-    """`typer.Exit`, usage errors and the like, which it prints itself. Typer brings its own copy of click in some versions."""
+    """`typer.Exit`, usage errors and others, which it prints itself. Typer brings its own copy of click in some versions."""
     return any(each.__module__.split(".")[0] in ("click", "typer") for each in type(error).__mro__)
 
 

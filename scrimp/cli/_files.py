@@ -1,4 +1,4 @@
-"""Files that a command will read or write, looked at before the work begins."""
+"""Checks files that a command will read or write, before the work begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scrimp.errors import ScrimpError
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """The folder must be there; `--out` must not cost minutes of search first."""
+    """The folder must exist: a wrong `--out` must not cost minutes of search first."""
     if path is None:
         return
     folder = path.parent

@@ -1,4 +1,4 @@
-"""Whether a module that a user names could be imported, found without importing it."""
+"""Checks whether a module named by the user can be imported, without importing it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scrimp.errors import ScrimpError
 
 
 def importable(module: str, said: str) -> bool:
-    """In this folder or among the installed ones. `said` is what the user wrote, for the error where looking itself fails."""
+    """Searches this folder and the installed packages. `said`: the user's text, for the error if the search itself fails."""
     sys.path.insert(0, "")
     try:
         return importlib.util.find_spec(module.partition(".")[0]) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Run the command line. Imports wait until here, so that importing the package costs nothing."""
+    """Runs the command line. It imports the commands here, so that importing the package costs nothing."""
     from scrimp.cli._end import ending
 
     with ending():

@@ -1,4 +1,4 @@
-"""What MODEL on the command line stands for: a model on meta and a batch for it."""
+"""Builds MODEL of the command line: a model on meta and a batch for it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from scrimp.cli._set import pairs
 from scrimp.errors import ScrimpError
 from scrimp.zoo import configs, example_on_meta
 
-NEAR = 6  # names that are offered in place of one that is not known
+NEAR = 6  # how many known names an error message suggests
 LARGEST = 2**31 - 1
 
 Batch = Sequence[Any] | Mapping[str, Any]
 
 
 def model_and_batch(name: str, batch: int, seq: int, settings: Sequence[str]) -> tuple[nn.Module, Batch]:
-    """A zoo name, a folder with a Hugging Face config.json, or module:function, whose function gives both."""
+    """`name`: a zoo name, a folder with a Hugging Face config.json, or module:function, whose function returns both."""
     kind = kind_of(name)
     if kind == FOLDER:
         return _hugging_face(Path(name), batch, seq, settings)
@@ -56,7 +56,7 @@ def check_explained(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _check_runs(model: nn.Module, name: str) -> None:
-    """A list of layers is never run itself, so that nothing was chosen for it."""
+    """A list of layers is never called itself, so the plan has no choice for it."""
     held = dict(model.named_modules()).get(name)
     inside = any(part.isdigit() for part in name.split("."))
     if held is None or inside or type(held).forward is not nn.Module.forward:
@@ -79,7 +79,7 @@ def _hugging_face(folder: Path, batch: int, seq: int, settings: Sequence[str]) -
 
     try:
         config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # of as many kinds as there are configs
+    except Exception as error:  # transformers raises many kinds of errors
         raise ScrimpError(f"{folder}: {_line(error)}") from error
     for name, text in pairs(settings, "num_hidden_layers=32"):
         if not hasattr(config, name):
@@ -92,7 +92,7 @@ def _hugging_face(folder: Path, batch: int, seq: int, settings: Sequence[str]) -
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:
-        raise ScrimpError(f"{folder}: no causal language model can be made of it{_with(settings)}: {_line(error)}") from error
+        raise ScrimpError(f"{folder}: its config builds no causal language model{_with(settings)}: {_line(error)}") from error
     try:
         tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def _hugging_face(folder: Path, batch: int, seq: int, settings: Sequence[str]) -
 
 
 def _like(name: str, text: str, now: Any) -> Any:
-    """A text as a value of the type that the config has. A size that is 1 or more stays so."""
+    """Parses a text as a value of the config's type. A size of 1 or more must stay so."""
     if isinstance(now, bool):
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
@@ -126,18 +126,18 @@ def _by_function(name: str) -> tuple[nn.Module, Batch]:
     sys.path.insert(0, "")
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # a module may raise what it likes
+    except Exception as error:  # importing a module can raise anything
         raise ScrimpError(f"{name}: {type(error).__name__}: {error}") from error
     except SystemExit as error:
-        raise ScrimpError(f"{name}: the module ends the process by sys.exit({error.code!r}) when it is imported") from error
+        raise ScrimpError(f"{name}: importing the module calls sys.exit({error.code!r})") from error
     finally:
         sys.path.remove("")
     if not callable(found):
-        raise ScrimpError(f"{name} is a {type(found).__name__}, not a function that gives a model and its batch")
+        raise ScrimpError(f"{name} is a {type(found).__name__}, not a function that returns a model and its batch")
     try:
         made = found()
-    except Exception as error:  # of as many kinds as there are functions
+    except Exception as error:  # a user's function can raise anything
         raise ScrimpError(f"{name}() failed: {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ScrimpError(f"{name}() must give a model and its batch, and gave {type(made).__name__}")
+        raise ScrimpError(f"{name}() must return a model and its batch, not {type(made).__name__}")
     return made

@@ -1,4 +1,4 @@
-"""What `scrimp move` prints: the steps, the totals, the same for other planners, and the picture."""
+"""`scrimp move`: prints the steps, the totals, a comparison with other planners, and the picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIGITS = 19  # of 2 ** 63
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One row of the comparison; `received_nbytes` is None where there is only a reason."""
+    """One row of the comparison; without a plan `received_nbytes` is None, and `steps` holds the reason."""
 
     name: str
     steps: str
@@ -93,10 +93,10 @@ def show_totals(console: Console, program: Program) -> None:
     row("received", program.received_nbytes, "by the busiest device, over all steps")
     if not program.src.partial and not program.dst.partial:
         bound = lower_bound_numel(program.shape, program.mesh, program.src, program.dst) * program.itemsize
-        row("lower bound", bound, "some device cannot do with less, whatever the program")
+        row("lower bound", bound, "some device must receive this much in any program")
     row("peak", peak, f"the largest local array at any step: {_ratio(peak, cap)} the cap")
     row("cap", cap, "the larger of source and target tile")
-    rows.append(("time", f"{program.seconds * 1e6:,.1f} us", f"{program.seconds:.6f} s", "by the model of the links"))
+    rows.append(("time", f"{program.seconds * 1e6:,.1f} us", f"{program.seconds:.6f} s", "by the cost model of the links"))
     print_table(console, ("total", "", " ", "what it is"), rows, right=("", " "), pieces="")
 
 
@@ -131,7 +131,7 @@ def contenders(program: Program, cluster: Cluster) -> list[Contender]:
 def _peer(name: str, plan: Callable[[], PeerPlan], itemsize: int) -> Contender:
     try:
         found = plan()
-    except Exception as error:  # torch's planners raise what they like; a peer's trouble is a row, not the end
+    except Exception as error:  # torch's planners can raise anything; a failing peer is a row of the table
         text = shorten(" ".join(str(error).split()) or type(error).__name__, REASON_COLUMNS, placeholder=" ...")
         return Contender(name=name, steps=f"no plan: {text}")
     return Contender(

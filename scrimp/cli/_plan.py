@@ -1,4 +1,4 @@
-"""What `scrimp plan` prints: the plan's memory, time and choices; and the file it writes."""
+"""`scrimp plan`: prints the plan's memory, time and choices, and writes its file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(
     console.print()
     show_choices(console, found)
     if baselines:
-        with console.status("planning known parallelisms") as status:
+        with console.status("planning the baselines") as status:
             others = compare(found, say=status.update)
         console.print()
         _compare(console, found, others, limit_of(known, memory))
@@ -56,7 +56,7 @@ def make(
         write(out, found.to_json())
         console.print(f"written to {out}", soft_wrap=True)
     for name in explain:
-        with console.status(f"looking for the next best of {name}"):
+        with console.status(f"searching the next best choice for {name}"):
             words = found.explain(name).text()
         console.print()
         print_words(console, words)
@@ -69,12 +69,12 @@ def _what_if(console: Console, found: Plan, text: str, time_limit: float, gap: f
     try:
         with console.status(f"what if {text}") as status:
             return found.diff(found.what_if(text, time_limit=time_limit, gap=gap, progress=status.update)).text()
-    except FitError as error:  # an answer too
+    except FitError as error:  # not an error of the command: it is a result
         return f"it does not fit: {error}"
 
 
 def _compare(console: Console, found: Plan, others: list[Comparison], limit: int) -> None:
-    """The plan, then known parallelisms."""
+    """Prints the plan, then the baselines."""
     rows = [("this plan", found), *((other.name, other.plan) for other in others if other.plan is not None)]
     unit, size = _unit(max(each.memory.peak_nbytes for _, each in rows))
     headers = ("plan", "mesh", "peak", "states", "activ.", "temp.", "copies", "step s", "fits")
@@ -88,7 +88,7 @@ def _compare(console: Console, found: Plan, others: list[Comparison], limit: int
         fits = "yes" if each.memory.peak_nbytes <= limit else "no"
         lines.append((name, str(each.mesh), *figures, f"{each.seconds:.4g}", fits))
     print_table(console, headers, lines, right=headers[2:-1])
-    console.print(f"Sizes are in {unit} a device: activ. activations, temp. temporaries, copies what other devices hold too.")
+    console.print(f"Sizes are in {unit} a device: activ. activations, temp. temporaries, copies replicated on other devices.")
 
 
 def _unit(nbytes: int) -> tuple[str, int]:
@@ -99,7 +99,7 @@ def _unit(nbytes: int) -> tuple[str, int]:
 
 
 def _reasons(others: list[Comparison]) -> dict[str, list[str]]:
-    """Why some cannot be made."""
+    """Why some baselines have no plan."""
     found: dict[str, list[str]] = {}
     for other in others:
         if other.plan is None:

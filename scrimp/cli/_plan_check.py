@@ -1,4 +1,5 @@
-"""What `scrimp plan` is asked, checked before torch is loaded: files, names, numbers, the cluster, the model and its settings."""
+"""Checks the arguments of `scrimp plan` before torch is loaded: files, names, numbers, the cluster, the model and its
+settings."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ DIGITS = 9
 
 
 def refuse_old(**options: tuple[object, str]) -> None:
-    """Options by their old names: the error names the new one."""
+    """Rejects options by their old names: the error names the new one."""
     for name, (given, new) in options.items():
         if given is not None:
             raise PlanError(f"--{name} is now {new}")
@@ -35,13 +36,13 @@ def check(
     optimizer: str, precision: str, stages: str, micro_batches: str, interleave: int, settings: Sequence[str], time_limit: float,
     gap: float, out: Path | None, explain: Sequence[str], what_if: Sequence[str],
 ) -> None:  # fmt: skip
-    """A `ScrimpError` says what is wrong."""
+    """Raises `ScrimpError` for the first wrong argument."""
     check_writable("--out", out)
     check_names(precision=precision, optimizer=optimizer, objective=objective, time_limit=time_limit, gap=gap)
     if not isfinite(time_limit):
         raise PlanError(f"--time-limit {time_limit}: give a finite number")
     if mesh is not None and not mesh.strip():
-        raise PlanError("--mesh '': write axes and their sizes, such as x=2,y=4; without --mesh it is searched for")
+        raise PlanError("--mesh '': write axes and their sizes, such as x=2,y=4; leave out --mesh to have it searched")
     known = cluster_of(cluster)
     _check_schedule(known, mesh, None if kind_of(model) == FUNCTION else batch or BATCH, stages, micro_batches, interleave)
     if memory is not None and parse_nbytes(memory) <= 0:
@@ -70,16 +71,16 @@ def _check_names(
     changes = [change_of(text) for text in what_if]
     if what_if and (stages, micro_batches) != ("1", "1"):
         raise PlanError(
-            "--what-if is answered for plans without stages and micro-batches: plan again with another --memory or --cluster, "
+            "--what-if does not support stages and micro-batches: plan again with another --memory or --cluster, "
             "and compare the files with scrimp diff"
         )
     for text, change in zip(what_if, changes, strict=True):
         nodes = cluster.hardware.nodes if cluster.hardware else 1
         if nodes + change.nodes < 1:
             each = cluster.hardware.devices_per_node if cluster.hardware else 1
-            raise PlanError(f"--what-if '{text}': the plan is for {nodes} of {each} devices, and there must be one node at least")
+            raise PlanError(f"--what-if '{text}': the plan is for {nodes} of {each} devices, and at least one node must remain")
     if explain and interleave > 1:
-        raise PlanError("--explain is answered for plans without --interleave: several pieces of the model are on each device")
+        raise PlanError("--explain does not support --interleave: each device has several model chunks")
 
 
 def number_of(text: str) -> int | str:
@@ -101,7 +102,7 @@ def check_model(model: str, batch: int | None, seq: int | None, settings: Sequen
         _check_function(model, batch, seq, settings)
     elif Path(model).exists() or "/" in model:
         where = f"give its folder, {Path(model).parent}" if Path(model).name == "config.json" else "give a folder"
-        raise ScrimpError(f"{model} is no folder: for a Hugging Face config.json {where}")
+        raise ScrimpError(f"{model} is not a folder: for a Hugging Face config.json {where}")
     else:
         if seq is not None and model in configs.PRESETS:
             raise ScrimpError(f"--seq {seq} is for a Hugging Face config.json: for {model} write --set seq={seq}, if it has one")
@@ -121,7 +122,7 @@ def _check_folder(folder: Path) -> None:
     except (OSError, ValueError, RecursionError) as error:
         raise ScrimpError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ScrimpError(f"{file} is no Hugging Face config: it holds a {type(config).__name__}, not an object")
+        raise ScrimpError(f"{file} is not a Hugging Face config: it holds a {type(config).__name__}, not an object")
     if importlib.util.find_spec("transformers") is None:
         raise ScrimpError(f"{folder} is a folder: to read a Hugging Face config, pip install transformers")
 
@@ -132,6 +133,6 @@ def _check_function(model: str, batch: int | None, seq: int | None, settings: Se
         raise ScrimpError(f"{model}: write module:function, such as my_models:small_gpt")
     for name, given in (("--batch", batch), ("--seq", seq), ("--set", settings or None)):
         if given is not None:
-            raise ScrimpError(f"{name} has no effect on {model}, whose function gives the model and its batch: leave it out")
+            raise ScrimpError(f"{name} has no effect on {model}, whose function returns the model and its batch: leave it out")
     if not importable(module, model):
         raise ScrimpError(f"{model}: there is no module '{module}' in this folder or among the installed ones")

@@ -1,4 +1,4 @@
-"""What `scrimp probe` prints: the rates of this machine, one to a line."""
+"""`scrimp probe`: prints the rates of this machine, one to a line."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def show(console: Console, *, device: str | None, disk: Path | None, json_file: 
 
 
 def _check(device: str | None, disk: Path | None, json_file: Path | None) -> None:
-    """Before torch is loaded and anything is measured."""
+    """Runs before torch is loaded and anything is measured."""
     if device is not None and not _DEVICE.fullmatch(device):
         raise ScrimpError(
             f"--device {device}: it is neither 'cuda' nor 'cpu'; write cpu, cuda, or a GPU by its number, such as cuda:1"
         )
     if disk is not None and not disk.is_dir():
-        raise ScrimpError(f"--disk {disk}: there is no such folder; give one on the disk that is to be measured")
+        raise ScrimpError(f"--disk {disk}: there is no such folder; give one on the disk to measure")
     if disk is not None and not os.access(disk, os.W_OK):
-        raise ScrimpError(f"--disk {disk}: files cannot be written there; give a folder in which they can")
+        raise ScrimpError(f"--disk {disk}: no permission to write there; give a writable folder")
     check_writable("--json", json_file)

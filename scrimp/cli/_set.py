@@ -1,4 +1,4 @@
-"""`--set name=value`, as several commands have it."""
+"""Parses `--set name=value`, which several commands have."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Clusters: links and what a transfer over them costs; what they are built of; the machine, where it was measured.
+"""`Cluster`: links and the cost of a transfer over them; published figures of the hardware; measured figures of a machine.
 
 A step of a move takes, on its busiest device,
 
     seconds = messages one after the other * latency + bytes received / bandwidth
 
-over the slowest link among the axes the step crosses. Without a cluster every axis is the default link:
-10 microseconds a message, 25 GB/s per device. A cluster whose hardware is known has a link inside of nodes and one between
-them, and `on(mesh)` gives each axis its own.
+over the slowest link among the axes the step crosses. Without a cluster every axis is the default link: 10 microseconds a
+message, 25 GB/s per device. A cluster with known hardware has a link inside nodes and one between them, and `on(mesh)` gives each
+axis its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ FORMAT, VERSION = "scrimp.cluster", 2
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """`Cluster(axes=(("node", Link(bytes_per_second=3e9)),))`: node is slow, all other axes are the default. `machine`:
-    what each of its machines was measured to do; `hardware`: what it is built of; each if that is known."""
+    what each of its machines was measured to do; `hardware`: what it is built of; each if that is known.
+
+    >>> import scrimp
+    >>> cluster = scrimp.Cluster.preset("16xH100")
+    >>> cluster.hardware.nodes, cluster.hardware.devices
+    (2, 16)
+    >>> scrimp.Cluster.load(cluster.to_json()) == cluster
+    True
+    """
 
     default: Link = DEFAULT_LINK
     axes: tuple[tuple[str, Link], ...] = ()
@@ -44,20 +52,21 @@ class Cluster:
 
     @classmethod
     def probe(cls, device: str | None = None, disk: str | Path | None = None) -> Cluster:
-        """This machine, measured: the device that an engine would take, the link to it, the host; and the disk of a
-        folder, if one is given. Up to three seconds with a GPU, one without; once in a process."""
+        """Measures this machine: the device that an engine would use, the link to it, the host; and the disk of a folder, if one
+        is given. Up to three seconds with a GPU, one without; once in a process."""
         return cls(machine=measure(device, disk))
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """`"8xA100-80"`, by published figures; an unknown name lists the kinds. `scrimp clusters` shows them."""
+        """A cluster such as `"8xA100-80"`, with published figures; an unknown name lists the kinds. `scrimp clusters` shows
+        them."""
         from scrimp.cluster._presets import preset
 
         return cls._of(preset(name))
 
     @classmethod
     def load(cls, source: str | Path) -> Cluster:
-        """From a file or from its text: TOML, of which docs/clusters.md says what may stand in it, or what `to_json` writes."""
+        """From a file or its text: TOML as in docs/explanation/cluster.md, or what `to_json` writes."""
         from scrimp.cluster._toml import hardware_of, read_source
 
         text, name = read_source(source)
@@ -67,7 +76,7 @@ class Cluster:
             except json.JSONDecodeError as error:
                 raise ScrimpError(f"{name} is not JSON: {error}") from error
             except (KeyError, TypeError) as error:
-                raise ScrimpError(f"{name} is no cluster as `to_json` writes it: {type(error).__name__} {error}") from error
+                raise ScrimpError(f"{name} is not a cluster of `to_json`: {type(error).__name__} {error}") from error
         return cls._of(hardware_of(text, name))
 
     @classmethod
@@ -75,39 +84,39 @@ class Cluster:
         return cls(default=hardware.inside_link if hardware.nodes == 1 else hardware.between_link, hardware=hardware)
 
     def with_nodes(self, nodes: int) -> Cluster:
-        """So many nodes of the same kind."""
+        """The same kind of nodes, `nodes` of them."""
         made = self._of(replace(self._known("with_nodes"), nodes=nodes))
         return replace(made, axes=self.axes, machine=self.machine)
 
     def axis_links(self, mesh: Mesh) -> Mapping[str, AxisLink]:
-        """The link that each axis of a mesh sees, and which share of an axis is inside of nodes."""
+        """The link of each mesh axis, and the share of its peers that are inside nodes."""
         return axis_links(self._known("axis_links"), mesh)
 
     def on(self, mesh: Mesh) -> Cluster:
-        """The same with a link for each axis of this mesh. Links that were given by axis stay."""
+        """The cluster with a link for each axis of this mesh. Links given by axis stay."""
         if self.hardware is None:
             return self
         given = dict(self.axes)
         found = {name: given.get(name, each.link) for name, each in self.axis_links(mesh).items()}
         if len({*found.values()}) == 1 and not given:
-            return replace(self, default=next(iter(found.values())))  # moves are planned faster where links are alike
+            return replace(self, default=next(iter(found.values())))  # moves are planned faster with a single link
         return replace(self, axes=tuple({**given, **found}.items()))
 
     def meshes(self, max_axes: int = 3) -> tuple[Mesh, ...]:
-        """Meshes of all devices that are worth a search, their axes inside of nodes or between them; few axes first."""
+        """The meshes over all devices that are worth a search, with axes inside nodes or between them; few axes first."""
         return meshes(self._known("meshes"), max_axes)
 
     def compute_seconds(self, flops: float, nbytes: float, dtype: str = "bfloat16") -> float:
-        """An operator on one device: the longer of its arithmetic and its passes over memory, and the launch."""
+        """Seconds of an operator on one device: the longer of its arithmetic and its memory traffic, plus the launch."""
         return self._known("compute_seconds").compute_seconds(flops, nbytes, dtype)
 
     def _known(self, what: str) -> Hardware:
         if self.hardware is None:
-            raise ScrimpError(f"Cluster.{what} needs to know the hardware: take Cluster.preset('8xH100') or Cluster.load(file)")
+            raise ScrimpError(f"Cluster.{what} needs device data: use Cluster.preset('8xH100') or Cluster.load(file)")
         return self.hardware
 
     def link(self, axes: Iterable[str]) -> Link:
-        """The link of a step over these axes (sub-axes belong to their axis): the slowest in each respect."""
+        """The link of a step over these axes (sub-axes belong to their axis): the worst latency and the worst bandwidth."""
         table = dict(self.axes)
         links = [table.get(axis.partition(".")[0], self.default) for axis in axes] or [self.default]
         return Link(
@@ -117,7 +126,7 @@ class Cluster:
 
     def to_json(self) -> str:
         axes = {name: link.to_data() for name, link in self.axes}
-        # Without hardware it is what version 1 was, and older readers may have it.
+        # Without hardware the format is that of version 1, so that older readers can load it.
         version = VERSION if self.hardware else 1
         data: dict[str, Any] = {"format": FORMAT, "version": version, "default": self.default.to_data(), "axes": axes}
         if self.machine is not None:

@@ -1,7 +1,7 @@
-"""What a cluster is built of, as its makers publish it, and the shares of that which programs get.
+"""Published figures of a cluster's hardware, and the share of them that programs reach.
 
-Peaks and shares stand apart: a peak comes from a data sheet, a share from experience, and who has measured a machine writes what
-was measured and shares of 1.
+Peaks and shares are separate: a peak comes from a data sheet, a share from experience. For a measured machine, give the
+measurements as peaks and shares of 1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from scrimp.cluster._link import Link
 from scrimp.errors import ScrimpError
 
-HALF = ("bfloat16", "float16", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")  # at the rate of bf16; all others at fp32's
+HALF = ("bfloat16", "float16", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")  # at the rate of bf16; all others at that of fp32
 
 
 MOST_DEVICES = 2**20
@@ -20,7 +20,7 @@ MOST_DEVICES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Of the published rates: large matrix products, passes over device memory, collectives."""
+    """Reachable share of the published rates: large matmuls, device memory, collectives."""
 
     matmul: float = 0.6
     memory: float = 0.8
@@ -34,9 +34,9 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Nodes that are alike. Rates are peaks: operations per second of matrix products (`bf16_flops` is that of fp16 where a
-    device has no bf16), bytes per second of device memory, and between host and one device each way. `inside` and `between`:
-    what one device gets from others of its node and of other nodes. `host_memory_nbytes` is a node's."""
+    """Identical nodes. Rates are peaks: FLOP/s of matmuls (`bf16_flops` is that of fp16 where a device has no bf16), bytes per
+    second of device memory, and between host and one device each way. `inside` and `between`: bandwidth of one device to others
+    of its node and of other nodes. `host_memory_nbytes`: of a node."""
 
     kind: str
     nodes: int
@@ -74,7 +74,7 @@ class Hardware:
 
     @property
     def inside_link(self) -> Link:
-        """What programs get of it."""
+        """The link inside a node at its reachable share."""
         return self._shared(self.inside)
 
     @property
@@ -85,8 +85,8 @@ class Hardware:
         return Link(latency_seconds=link.latency_seconds, bytes_per_second=link.bytes_per_second * self.shares.link)
 
     def compute_seconds(self, flops: float, nbytes: float, dtype: str = "bfloat16") -> float:
-        """An operator that computes so much in this type and reads and writes so many bytes of device memory: the longer of the
-        two, and the launch."""
+        """Seconds of an operator with so many FLOPs in this dtype and so many bytes of memory traffic: the longer of the two,
+        plus the launch."""
         peak = self.bf16_flops if dtype in HALF else self.fp32_flops
         return max(flops / (peak * self.shares.matmul), nbytes / (self.device_memory * self.shares.memory)) + self.launch_seconds
 
@@ -98,6 +98,6 @@ class Hardware:
         names = {field.name for field in fields(cls)}
         if {*data} != names:
             unknown, missing = sorted({*data} - names), sorted(names - {*data})
-            raise ScrimpError(f"a cluster's hardware: {unknown} are not known, {missing} are missing")
+            raise ScrimpError(f"a cluster's hardware: {unknown} are unknown, {missing} are missing")
         links = {name: Link(**data[name]) for name in ("inside", "between")}
         return cls(**{**data, **links, "shares": Shares(**data["shares"])})

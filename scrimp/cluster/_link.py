@@ -1,4 +1,4 @@
-"""A link, and what a transfer over it costs."""
+"""A link, and the cost of a transfer over it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from scrimp.errors import ScrimpError
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What one device gets along a mesh axis."""
+    """What one device gets along a mesh axis.
+
+    >>> import scrimp
+    >>> scrimp.Link(latency_seconds=1e-5, bytes_per_second=1e9).seconds(messages=1, nbytes=1e9)
+    1.00001
+    """
 
     latency_seconds: float = 10e-6
     bytes_per_second: float = 25e9

@@ -1,4 +1,4 @@
-"""Who measures a machine for `Cluster.probe`: a package above this one registers its function here."""
+"""The hook behind `Cluster.probe`: a package above this one registers its measuring function here."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _measure: Measure | None = None
 
 
 def register_measure(measure: Measure) -> None:
-    """`measure(device, disk)` is what `Cluster.probe` calls from now on."""
+    """From now on `Cluster.probe` calls `measure(device, disk)`."""
     global _measure
     _measure = measure
 
 
 def measure(device: str | None, disk: str | Path | None) -> Machine:
-    """This machine's rates, by whoever is registered."""
+    """This machine's rates, by the registered function."""
     if _measure is None:
         import_module(DEFAULT)
     if _measure is None:
-        raise ScrimpError(f"nobody measures machines: {DEFAULT} did not call scrimp.cluster.register_measure")
+        raise ScrimpError(f"no measuring function is registered: {DEFAULT} did not call scrimp.cluster.register_measure")
     return _measure(device, disk)

@@ -1,4 +1,4 @@
-"""Meshes on nodes: which link an axis sees, and which shapes are worth a search.
+"""Places meshes on nodes: the link of each axis, and the mesh shapes worth a search.
 
 Ranks fill the nodes in order, and the last axis of a mesh is the fastest: with k devices on a node, an axis of n whose neighbours
 are s ranks apart lies inside of nodes exactly when s * n divides k, and has one member on a node exactly when k divides s.
@@ -22,8 +22,8 @@ NAMES = "xyzwvu"
 
 @dataclass(frozen=True, kw_only=True)
 class AxisLink:
-    """`inside`: the share of a device's peers along the axis that are on its node, over all devices. 1: the link is that inside
-    of nodes. Less: it is that between them, the slower one, for all of the traffic."""
+    """`inside`: the share of a device's peers along the axis that are on its node, over all devices. 1: the axis uses the link
+    inside nodes. Less: all its traffic counts on the slower link between nodes."""
 
     link: Link
     inside: float
@@ -66,10 +66,10 @@ def _inside(mesh: Mesh, axis: str, per_node: int) -> float:
 
 
 def meshes(hardware: Hardware, max_axes: int) -> tuple[Mesh, ...]:
-    """All devices on one axis; then axes between nodes and axes inside of them, in every way to write their numbers as products,
-    since the order of axes with the same link changes nothing; then an inner axis of a part of a node. Few axes first."""
+    """All devices on one axis; then products of axes between nodes and axes inside them, in every factorisation (the order of
+    axes with the same link changes nothing); then an inner axis of a part of a node. Few axes first."""
     if not 1 <= max_axes <= len(NAMES):
-        raise ScrimpError(f"meshes of up to {max_axes} axes: it is 1 to {len(NAMES)}")
+        raise ScrimpError(f"meshes of up to {max_axes} axes: give 1 to {len(NAMES)}")
     inner, outer = hardware.devices_per_node, hardware.nodes
     shapes: set[tuple[int, ...]] = {(hardware.devices,)}
     shapes |= {(*between, *inside) for between in _products(outer) for inside in _products(inner) if between or inside}
@@ -79,7 +79,7 @@ def meshes(hardware: Hardware, max_axes: int) -> tuple[Mesh, ...]:
 
 
 def _products(number: int, least: int = 2) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as a product of factors, in rising order: 8 -> (2, 2, 2), (2, 4), (8); 1 -> ()."""
+    """All factorisations of a number, in rising order: 8 -> (2, 2, 2), (2, 4), (8); 1 -> ()."""
     if number == 1:
         yield ()
     for factor in range(least, number + 1):

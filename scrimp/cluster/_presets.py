@@ -1,7 +1,7 @@
-"""Devices by name, with the figures that their makers publish. Rates are per direction: where a data sheet adds both, half.
+"""Devices by name, with published figures. Rates are per direction: half, where a data sheet adds both.
 
-Host memory and the links between nodes are those of the maker's own server, where there is one. What is marked as assumed stands
-in no data sheet: put your own in a file (`Cluster.load`) if it matters.
+Host memory and the links between nodes are those of the vendor's own server, where there is one. Figures marked as assumed are in
+no data sheet: put your own in a file (`Cluster.load`) if they matter.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def preset(name: str) -> Hardware:
 
 
 def hardware(kind: str, count: int) -> Hardware:
-    """So many devices in nodes of eight; processes of a CPU are all on one machine."""
+    """`count` devices in nodes of eight; processes of a CPU are all on one machine."""
     per_node = count if kind == "CPU" else min(count, DEVICES_PER_NODE)
     if count < 1 or count % per_node:
         raise ScrimpError(

@@ -1,4 +1,4 @@
-"""A cluster from a file that a person writes; `docs/clusters.md` describes it."""
+"""Reads a cluster from TOML; `docs/explanation/cluster.md` describes the format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _text(value: Any) -> str:
 
 
 def _number(times: float = 1.0, *, per: float = 1.0, zero: bool = False) -> Read:
-    """Divided where a unit is a part of another: 5 / 1e6 is the very float that 5e-6 is."""
+    """Divides for small units: 5 / 1e6 is exactly the float 5e-6."""
 
     def read(value: Any) -> float:
         if (
@@ -65,8 +65,8 @@ _TABLES: dict[str, dict[str, tuple[str, Read]]] = {
 
 
 def read_source(source: str | Path) -> tuple[str, str]:
-    """The text of a cluster, and what to call it in an error. A `Path` is a file. A text is one too, unless it is of several
-    lines, or no file has that name and it reads like TOML (`=`) or JSON (`{`)."""
+    """The text of a cluster, and its name in errors. A `Path` is a file. A string is one too, unless it has several lines, or no
+    file has that name and it looks like TOML (`=`) or JSON (`{`)."""
     reads_like_text = isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{"))
     if isinstance(source, str) and (reads_like_text or ("=" in source and not _is_file(source))):
         if not reads_like_text and source.endswith((".toml", ".json")):
@@ -86,7 +86,7 @@ def _is_file(source: str) -> bool:
 
 
 def hardware_of(text: str, name: str) -> Hardware:
-    """From TOML."""
+    """Parses TOML."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -111,8 +111,7 @@ def _hardware(data: dict[str, Any], name: str) -> Hardware:
         missing = [key for key in needed if rows[key][0] not in read[table]]
         if missing:
             raise ScrimpError(
-                f"{name}: '{table}.{missing[0]}' is missing. Give it, or a kind whose figures are taken then, one of "
-                f"{', '.join(KINDS)}"
+                f"{name}: '{table}.{missing[0]}' is missing. Give it, or a kind that has it, one of {', '.join(KINDS)}"
             )
     links = {link: Link(**read[link]) for link in ("inside", "between")}
     return Hardware(**{"kind": kind, **top}, **read["device"], **read["host"], **links, shares=Shares(**read["shares"]))
@@ -128,7 +127,7 @@ def _read(name: str, table: str, rows: Any) -> dict[str, Any]:
         if key not in known:
             keys = [*known, *(other for other in _TABLES if other and not table)]
             raise ScrimpError(
-                f"{name}: '{path}' is not known; {'here' if not table else f'[{table}]'} may stand {', '.join(keys)}"
+                f"{name}: '{path}' is unknown; {'the top level' if not table else f'[{table}]'} may have {', '.join(keys)}"
             )
         field, read = known[key]
         try:

@@ -9,7 +9,8 @@ Out:  the loss; the model's parameters, updated as plain PyTorch would update th
 
 Read in this order:
 
-    _engine.py    `Engine`, and the step as a sequence of phases
+    _engine.py    `Engine`: what users call
+    _training.py  `Training`: all parts of an engine, and the step as a sequence of phases
     setup/        arguments, budget, first placement; the engine adopts the model's parameters
     step/         one forward and backward: layers are fetched before use and evicted after it; a failed attempt is undone
     gradients/    how a gradient leaves the model: dense (averaged) or sparse (top-k with error feedback)
@@ -20,7 +21,7 @@ Read in this order:
     chunked_loss.py  cross-entropy that never holds all logits
 
 One fetch:     step/layer_forward.py -> step/residency.py -> chunks/store/store.py
-One gradient:  _engine.py (`receive`) -> gradients/dense.py -> update/update.py -> chunks/update/update.py
+One gradient:  _training.py (`receive`) -> gradients/dense.py -> update/update.py -> chunks/update/update.py
 """
 
 from __future__ import annotations

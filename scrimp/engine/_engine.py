@@ -1,4 +1,4 @@
-"""`Engine`: what users call. The work is in `_training.py`, which has everything that a step needs.
+"""`Engine`, the class that users call. `_training.py` does the work and holds everything that a step needs.
 
 engine = Engine(model, memory="24GiB")
 for batch in loader:
@@ -36,9 +36,10 @@ class Engine:
     engine brings each layer to the device when it runs.
 
     >>> import scrimp
-    >>> model = scrimp.zoo.build("gpt-tiny")
+    >>> from scrimp import zoo
+    >>> model = zoo.build("gpt-tiny")
     >>> engine = scrimp.Engine(model, memory="1GiB", optimizer=scrimp.AdamW(lr=1e-3), device="cpu")
-    >>> loss = engine.step(*scrimp.zoo.example_batch("gpt-tiny", batch=8, step=0))
+    >>> loss = engine.step(*zoo.example_batch("gpt-tiny", batch=8, step=0))
     >>> engine.close()
 
     Arguments:

@@ -1,10 +1,10 @@
-"""The engine: one training step as a readable sequence of phases.
+"""The training step as a readable sequence of phases; `Engine` is the public wrapper.
 
-step = plan for a batch of this shape, or trace it
-       for each part: forward through the layers, backward, gradients landing as they are made
-       judge (finite? norm?)
-       update what landed, layer by layer
-       learn from the trace
+step = look up the plan for this batch shape, or trace the step
+       for each micro-batch: forward, backward; each layer's gradients leave the device as backward produces them
+       check all gradients (finite? global norm?)
+       update layer by layer
+       plan the next steps from the trace
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from scrimp.engine.gradients.protocol import Exchange
 from scrimp.engine.gradients.sparse import SparseExchange
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
 from scrimp.engine.schedule.planning import Planned, Planning
-from scrimp.engine.setup.adopt import DEFAULT_CHUNK, buffers_to, table_of, take_over
+from scrimp.engine.setup.adopt import DEFAULT_CHUNK, adopt, buffers_to, table_of
 from scrimp.engine.setup.budget import Memory, memory_of, resolve
 from scrimp.engine.setup.initial_placement import Fit
 from scrimp.engine.setup.meta_parameters import MetaParameters
@@ -114,8 +114,8 @@ class Training(Between, Accumulating):
         self.ledger = Books(device=Ledger(tier=str(self.device)))
         self.steps, self.skipped = 0, 0
         self.norm: float | None = None  # of the last gradient, before clipping
-        self.seconds = 0.0  # of the last step
-        self.host_seconds = (0.0, 0.0)  # since the step before: of the host's worker at work, of others waiting for it
+        self.seconds = 0.0  # wall time of the last step
+        self.host_seconds = (0.0, 0.0)  # of the last step: seconds the host worker was busy, seconds others waited for it
         rates = agreed(self.wire, measure_rates(self.device))
         sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
         table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
@@ -153,7 +153,7 @@ class Training(Between, Accumulating):
             self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
         room = self.budget.device_nbytes - self.ledger.device.total_nbytes if self.device.type == "cuda" else 0
         self._hooks = Hooks(micro_batches=micro_batches)
-        taken = take_over(model, self.store, weights, hooks=self._hooks, room_nbytes=room)
+        taken = adopt(model, self.store, weights, hooks=self._hooks, room_nbytes=room)
         self.places = taken.places
         self.weights = dict(model.named_parameters(remove_duplicate=False))
         self._order = {name: k for k, name in enumerate(self.weights)}
@@ -203,8 +203,9 @@ class Training(Between, Accumulating):
 
     @in_one_piece
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on this rank's whole batch; the mean loss, detached. Modules are in the modes that they are in. A step
-        that fails before its update leaves everything as it was; one that fails in it leaves nothing to go on from."""
+        """Train on this rank's whole batch and return the mean loss, detached. Every module keeps its train or eval mode. A
+        step that fails before its update restores the previous state. A step that fails during its update leaves the weights
+        inconsistent, so the engine can only load a checkpoint."""
         called(self, "step")
         with explained(self):
             return self._step(args, kwargs)
@@ -224,7 +225,7 @@ class Training(Between, Accumulating):
         return loss
 
     def finish(self) -> None:
-        """Update with the gradients that are there."""
+        """Run the gradient check and the optimizer update with the gradients that have arrived."""
         try:
             self.exchanging.finish(self)
         except BaseException as error:
@@ -263,7 +264,7 @@ class Training(Between, Accumulating):
         args, kwargs = to_device(args, kwargs, self.device, self.input_dtype)
         metering = self.out_of_module if self.out_of_module.found or self.residents.tracing else nullcontext()
         again = self._out_of_module_again if self._out_of_module_again.layers or self.residents.tracing else nullcontext()
-        with self.residents.saving(), metering:  # saving in backward too: the model may run parts of itself again
+        with self.residents.saving(), metering:  # also during backward: checkpointed parts of the model run forward again there
             out = self.model(*args, **kwargs)
             loss = loss_of(self.loss(out) if self.loss is not None else out)
             del out
@@ -300,14 +301,14 @@ class Training(Between, Accumulating):
             self.residents.arrived(layer, slot)
 
     def _retire(self, layer: int, slots: list[Slot]) -> None:
-        """All of a layer's gradients of this micro-batch are there (or no more will come)."""
+        """All of a layer's gradients of this micro-batch have arrived, or no more will come."""
         arrived = [(slot, slot.name not in self.arrived) for slot in slots]
-        self.arrived.update({slot.name: (layer, slot) for slot in slots})  # first: whatever happens, they must be undone
+        self.arrived.update({slot.name: (layer, slot) for slot in slots})  # before the exchange, so that an error undoes them too
         self.exchanging.retire(self, layer, arrived)
 
     @property
     def must_check(self) -> bool:
-        """No update before all gradients were looked at."""
+        """Whether all gradients must be checked before any update starts."""
         return self.skip_nonfinite or self.loss_scale.dynamic or self.clip_norm is not None
 
     @property
@@ -315,7 +316,7 @@ class Training(Between, Accumulating):
         return self.store.dtype if self.cast_inputs else None
 
     def check_usable(self, *, reading: bool = False) -> None:
-        """`reading`: for what a closed engine can do too."""
+        """`reading`: for calls that a closed engine still allows."""
         if not reading:
             self.check_open()
         self.meta_parameters.check_closed()
@@ -327,13 +328,13 @@ class Training(Between, Accumulating):
             )
 
     def wait(self) -> None:
-        """Until the updates that run beside the steps are done."""
+        """Wait until all updates that overlap with steps are done."""
         self.store.wait()
 
     # Parts.
 
     def in_order(self) -> list[tuple[int, Slot]]:
-        """What landed, in the model's order: the order of sums must not depend on the order of arrival."""
+        """The gradients that arrived, in the model's order, so that the order of sums does not depend on the order of arrival."""
         return sorted(self.arrived.values(), key=lambda place: self._order[place[1].name])
 
     def named_error(self, error: MoveError) -> RunError:

@@ -1,8 +1,8 @@
-"""Cross-entropy of a head's logits that never holds all of them, and the words that say when that would help.
+"""Cross-entropy of a language-model head that never materialises all logits, and the hint that recommends it.
 
-Logits of (tokens, vocabulary) with their softmax and their gradient often set the peak of a step, though nobody needs
-them whole: each token's loss and gradients depend on its own row alone. So the gradients are made in the forward, chunk
-by chunk, and kept instead of what would be needed to make them. The weight itself is not kept.
+Logits of (tokens, vocabulary), their softmax and their gradient often set the peak memory of a step. But each token's loss and
+gradients depend only on its own row. So the forward computes loss and gradients chunk by chunk, and saves the gradients for
+backward in place of the logits. It does not save the weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scrimp.errors import RunError
 from scrimp.ledger import format_nbytes
 
 CHUNK = 2048
-HINT_SHARE = 0.25  # of the peak, below which logits are not worth a word
+HINT_SHARE = 0.25  # of the peak: smaller logits get no hint
 
 
 def chunked_cross_entropy(
@@ -36,8 +36,14 @@ def chunked_cross_entropy(
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, with the logits of only `chunk` tokens at a time.
 
     `hidden` is (..., dim), `weight` (vocabulary, dim), `targets` (...). Logits have the inputs' dtype, loss and softmax at
-    least fp32. Gradients are made for what requires them, and only where gradients are enabled. They are kept for one backward.
-    Call it where the weight is at home: in the forward of the module that owns it.
+    least fp32. The forward computes gradients only for inputs that require them, and only if gradients are enabled. They serve
+    one backward. Call this in the forward of the module that owns the weight, because the weight is on the device there.
+
+    >>> import scrimp, torch
+    >>> hidden, weight = torch.ones(6, 4), torch.zeros(8, 4)
+    >>> loss = scrimp.chunked_cross_entropy(hidden, weight, torch.zeros(6, dtype=torch.long), chunk=2)
+    >>> round(float(loss), 4)  # log(8)
+    2.0794
     """
     _validate(hidden, weight, targets, bias, chunk, reduction)
     loss: Tensor = _ChunkedCrossEntropy.apply(
@@ -57,7 +63,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         ignore_index: int,
         mean: bool,
-        with_gradients: bool,  # in here they are always disabled
+        with_gradients: bool,  # autograd is always disabled inside a Function's forward
     ) -> Tensor:
         for_hidden, for_weight, for_bias = (with_gradients and needed for needed in ctx.needs_input_grad[:3])
         tokens = hidden.reshape(-1, hidden.shape[-1])
@@ -73,7 +79,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(tokens), chunk):
             span = slice(start, start + chunk)
             part, at, factor = tokens[span], index[span, None], share[span, None]
-            # One buffer in turn for logits, their exponentials and their gradient.
+            # One buffer holds first the logits, then their exponentials, then their gradient.
             rows = functional.linear(part, weight, bias).to(wide)
             rows.sub_(rows.amax(-1, keepdim=True))
             picked = rows.gather(1, at)
@@ -82,14 +88,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if for_hidden or for_weight or for_bias:
                 rows.mul_(factor / sums).scatter_add_(1, at, -factor)
                 _add(rows, part, weight, of_bias, None if of_hidden is None else of_hidden[span], of_weight)
-            del rows  # before the next chunk's are made
+            del rows  # free it before the next chunk allocates its own
         ctx.save_for_backward(
             None if of_hidden is None else of_hidden.view(hidden.shape),
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None or bias is None else of_bias.to(bias.dtype),
         )
         ctx.spent = False
-        return total / count  # 0/0, not a number, where all targets are ignored: as torch has it
+        return total / count  # NaN (0/0) where all targets are ignored, as in torch
 
     @staticmethod
     @once_differentiable
@@ -101,7 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 "by the first; call it again, or add the losses up before backward"
             )
         ctx.spent = True
-        # On the CPU looking at the factor is free; elsewhere it would wait for the device. There a shape of (1,), unlike a
+        # On the CPU reading the factor is free; elsewhere it would wait for the device. There a shape of (1,), unlike a
         # scalar's, keeps a 16-bit gradient from rounding the factor to 16 bits first.
         scale = outer.item() if outer.device.type == "cpu" else outer.reshape(1)
         if not (isinstance(scale, float) and scale == 1):
@@ -114,7 +120,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _add(
     rows: Tensor, part: Tensor, weight: Tensor, of_bias: Tensor | None, of_part: Tensor | None, of_weight: Tensor | None
 ) -> None:
-    """What a chunk of tokens adds to the gradients; `rows` are the gradient of its logits."""
+    """Adds a chunk's contribution to the gradients; `rows` is the gradient of its logits."""
     if of_bias is not None:
         of_bias += rows.sum(0)
     rows = rows.to(part.dtype)
@@ -130,7 +136,7 @@ def _add(
 
 def logits_hint(peak_nbytes: int, largest_nbytes: int, largest_shape: tuple[int, ...], vocabs: Collection[int]) -> str | None:
     """Advice for a peak whose largest tensor looks like logits: its last dim is one of `vocabs`, the output sizes of the
-    model's largest matrices. None where that is not so, or where it would not help."""
+    model's largest matrices. None if the tensor is something else, or if chunking would not help."""
     if not largest_shape or largest_shape[-1] not in vocabs or largest_nbytes < HINT_SHARE * peak_nbytes:
         return None
     *leading, vocab = largest_shape

@@ -1,9 +1,9 @@
-"""What travels together: the packets of some parameters, dense small tensors, and a header, as one row of bytes.
+"""A bucket: packets of several parameters, small dense tensors and a header, sent as one row of bytes.
 
-All ranks make the same plan from the same names and sizes, so that rows have one size and nothing need be said about what
-is in them. The header says which step it is, whether a gradient was not finite, and what the bytes behind it add up to: a
-row that does not fit its plan is an error that names the rank, not a wrong number in every replica. Behind it a byte for each
-part says whether anything was put there: a rank that found no gradient, or one that is not finite, sends zeros.
+All ranks make the same plan from the same names and sizes, so rows have one size and need no description. The header has the
+step, whether a gradient was not finite, and a checksum. A row that does not fit its plan raises an error that names the rank,
+because it would put wrong numbers into every replica. After the header one byte for each part says whether it has content: a rank
+without a gradient, or with one that is not finite, sends zeros.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from scrimp.exchange._packet import BORDER, pack, packet_nbytes, wrong
 from scrimp.exchange._row_topk import RowTopK, row_topk
 
 HEADER = 32  # bytes, of four numbers: size, step, whether something is not finite, checksum
-SMALL = 4096  # elements: smaller tensors travel whole
-PRESENT, NOT_FINITE = 1, 2  # what a part's byte says; 0: nothing was put there
+SMALL = 4096  # elements: smaller tensors are sent whole
+PRESENT, NOT_FINITE = 1, 2  # values of a part's flag; 0: no content
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A parameter's bytes in a row, and where the one is that says whether they were written; `how` is None if it travels
-    whole."""
+    """A parameter's bytes in a row, and the position of its flag; `how` is None if it is sent whole."""
 
     name: str
     numel: int
@@ -36,13 +35,13 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """Nothing is kept back."""
+        """All entries are sent, so there is no residual."""
         return self.how is None or self.how.everything
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """`summed`: only its head travels as a row from each rank; what is behind it is all values, and summed over the ranks."""
+    """`summed`: each rank sends only the head as a row; the rest is all values, and is all-reduced."""
 
     parts: tuple[Part, ...]
     dtype: torch.dtype  # of the values
@@ -61,7 +60,7 @@ class Bucket:
 def plan_bucket(
     sizes: Sequence[tuple[str, int]], density: float, dtype: torch.dtype, small: int = SMALL, *, summed: bool = False
 ) -> Bucket:
-    """`sizes`: names and elements, in an order that all ranks have."""
+    """`sizes`: names and elements, in the same order on all ranks."""
     parts, start = [], HEADER + -(-len(sizes) // BORDER) * BORDER
     for k, (name, numel) in enumerate(sizes):
         how = row_topk(numel, density) if numel >= small and not summed else None
@@ -72,8 +71,8 @@ def plan_bucket(
 
 
 def put_part(row: torch.Tensor, part: Part, positions: torch.Tensor | None, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """A part's entries, or all of its values, of any type."""
-    row[part.flag].fill_(PRESENT)  # a number that is set is copied, and on a GPU waited for
+    """Writes a part's entries, or all of its values, of any dtype."""
+    row[part.flag].fill_(PRESENT)  # assigning a number would copy it, and wait for a GPU
     here = row[part.start : part.stop]
     if part.how is None:
         here[: part.numel * dtype.itemsize].view(dtype).copy_(values)
@@ -83,13 +82,13 @@ def put_part(row: torch.Tensor, part: Part, positions: torch.Tensor | None, valu
 
 
 def seal(row: torch.Tensor, step: int, *, finite: bool = True) -> None:
-    """The header, when all parts are there."""
+    """Writes the header, when all parts are written."""
     numbers = torch.tensor([row.numel(), step, int(not finite), _checksum(row)])
     row[:HEADER].view(torch.int64).copy_(numbers)
 
 
 def row_error(row: torch.Tensor, step: int) -> str | None:
-    """What is wrong with a row that came, in words."""
+    """Describes what is wrong with a received row."""
     size, its_step, flag, checksum = row[:HEADER].view(torch.int64).tolist()
     if size != row.numel():
         return f"says that it has {size} bytes, and has {row.numel()}"
@@ -101,12 +100,12 @@ def row_error(row: torch.Tensor, step: int) -> str | None:
 
 
 def all_finite(rows: torch.Tensor) -> bool:
-    """Whether every rank said so."""
+    """Whether every rank's header says that all gradients are finite."""
     return not bool(rows[:, :HEADER].view(torch.int64)[:, 2].any())
 
 
 def misplaced(row: torch.Tensor, bucket: Bucket) -> str | None:
-    """An entry of a row that no rank would send, in words."""
+    """Describes an invalid entry of a row."""
     for part in bucket.parts:
         if part.how is not None and wrong(row[part.start : part.stop], part.how, bucket.dtype):
             return f"a place beyond the {part.numel} elements of {part.name}"
@@ -114,8 +113,8 @@ def misplaced(row: torch.Tensor, bucket: Bucket) -> str | None:
 
 
 def _checksum(row: torch.Tensor) -> int:
-    """Of what follows the header; elsewhere than on the host by what a device is good at: words, each times its place's
-    remainder, so that exchanged ones are seen too."""
+    """Checksum of the bytes after the header. On a GPU it is a sum of words weighted by position modulo a prime, which is fast
+    there and detects swapped words too."""
     if row.device.type == "cpu":
         return zlib.crc32(row[HEADER:].numpy().data)
     numbers = row[HEADER:].view(torch.int32).to(torch.int64)

@@ -1,8 +1,8 @@
-"""One step's exchange: rows of bytes that fill up as layers are sent, and travel bucket by bucket in one order on all ranks.
+"""One step's exchange: buckets that are filled as layers become ready, and sent in the same order on all ranks.
 
-A bucket is a few layers that come one after the other in backward, enough to be worth a message. It travels when all of them
-have been put, and all buckets before it have gone: whatever the order in which layers get ready on a rank, collectives are the
-same everywhere, and one thread makes them.
+A bucket holds a few layers that are adjacent in backward, enough to be worth a message. It is sent when all of them are written
+and all buckets before it were sent. So whatever the order in which layers become ready on a rank, collectives are the same on all
+ranks, and one thread makes them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from scrimp.exchange._bucket import NOT_FINITE, PRESENT, Bucket, Part, misplaced
 from scrimp.exchange._native_select import host_selection
 from scrimp.exchange._packet import unpack
 
-LARGEST = 1 << 16  # elements of what the kernel puts without threads
-BUCKET_NBYTES = 64 << 10  # a few milliseconds of a slow network: more would not travel beside backward
+LARGEST = 1 << 16  # elements that the host kernel writes without threads
+BUCKET_NBYTES = 64 << 10  # a few milliseconds of a slow network; larger messages would overlap less with the backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A layer that is exchanged: names and elements of what is trained, where its rows are made, and whether they are summed."""
+    """A layer that is exchanged: names and elements of its trained parameters, device of its rows, whether they are summed."""
 
     layer: int
     sizes: tuple[tuple[str, int], ...]
@@ -35,7 +35,7 @@ class Member:
     summed: bool = False
 
 
-@lru_cache(maxsize=4)  # it is asked for in every step, and mostly the same
+@lru_cache(maxsize=4)  # called in every step, mostly with the same arguments
 def plan_buckets(
     members: tuple[Member, ...], density: float, dtype: torch.dtype, small: int, nbytes: int = BUCKET_NBYTES
 ) -> tuple[tuple[tuple[int, ...], torch.device, Bucket], ...]:
@@ -64,15 +64,17 @@ def plan_buckets(
 
 
 class BucketedExchange:
+    """The buckets of one step, from the first write to the received rows."""
+
     def __init__(
         self, step: int, plan: Sequence[tuple[tuple[int, ...], torch.device, Bucket]], wire: Wire, comm: Worker, number: int,
         stream: torch.cuda.Stream | None = None,
     ) -> None:  # fmt: skip
-        """`number`: of the first message, counted over the whole run. `stream`: of the exchange alone, where rows are on a GPU:
-        behind other work it would wait for that, and with it the other ranks."""
+        """`number`: of the first message, counted over the whole run. `stream`: separate stream of the exchange, if rows are on a
+        GPU: queued behind other work it would wait, and the other ranks with it."""
         self.step = step
         self._stream = stream
-        self._put: list[list[torch.cuda.Event]] = [[] for _ in plan]  # when what is to travel is there
+        self._put: list[list[torch.cuda.Event]] = [[] for _ in plan]  # rows are written after these
         self._arrived: list[torch.cuda.Event | None] = [None] * len(plan)
         self.buckets = [bucket for _, _, bucket in plan]
         self._devices = [device for _, device, _ in plan]
@@ -83,10 +85,10 @@ class BucketedExchange:
         self._lock = threading.Lock()
         self._rows: list[torch.Tensor | None] = [None] * len(plan)
         self._came: list[torch.Tensor | None] = [None] * len(plan)
-        self._heads: list[torch.Tensor | None] = [None] * len(plan)  # of every rank, where what came is a sum
-        self._flags: list[list[bool] | None] = [None] * len(plan)  # of each part, whether any rank has it
+        self._heads: list[torch.Tensor | None] = [None] * len(plan)  # of every rank, if the rest is summed
+        self._flags: list[list[bool] | None] = [None] * len(plan)  # of each part, whether any rank has content
         self._gates = [comm.promise() for _ in plan]
-        self._gone = 0  # buckets that have been told to travel
+        self._gone = 0  # buckets that were submitted
         self.present: set[str] = set()  # on this rank
         self.flagged: set[str] = set()
 
@@ -99,7 +101,7 @@ class BucketedExchange:
         return self.buckets[self._where[name][0]].dtype
 
     def open(self, layer: int) -> None:
-        """Make room for a layer's bucket; asked by the thread whose meter counts what is made."""
+        """Allocate the rows of a layer's bucket; called in the thread whose meter counts them."""
         k = self._of_layer[layer]
         with self._lock:
             if self._rows[k] is None:
@@ -120,7 +122,8 @@ class BucketedExchange:
         self.present.add(name)
 
     def put_small(self, name: str, values: torch.Tensor) -> bool | None:
-        """The same for few values that travel whole, by the host's kernel: whether they are finite. None: it takes no such."""
+        """The same for few values that are sent whole, by the host kernel. Returns whether they are finite, or None if the
+        kernel does not accept them."""
         k, part = self._where[name]
         row, kernel = self._rows[k], host_selection()
         assert row is not None
@@ -132,7 +135,7 @@ class BucketedExchange:
         return sound
 
     def packet(self, name: str) -> torch.Tensor:
-        """The bytes of a parameter that is there, for who writes them."""
+        """The bytes of a parameter, which the caller fills."""
         k, part = self._where[name]
         row = self._rows[k]
         assert row is not None
@@ -141,7 +144,7 @@ class BucketedExchange:
         return row[part.start : part.stop]
 
     def checked(self, name: str, sound: torch.Tensor) -> None:
-        """Whether a parameter's gradient was finite, to be said instead of that it is there; nothing waits to know."""
+        """Flag whether a parameter's gradient was finite, without waiting for the device."""
         k, part = self._where[name]
         row = self._rows[k]
         assert row is not None
@@ -149,7 +152,7 @@ class BucketedExchange:
         self.flagged.add(name)
 
     def done(self, layer: int) -> None:
-        """All of a layer has been put, or there is nothing of it."""
+        """All of a layer is written, or it has no gradient."""
         k = self._of_layer[layer]
         self.open(layer)
         with self._lock:
@@ -157,7 +160,7 @@ class BucketedExchange:
                 self._put[k].append(torch.cuda.current_stream(self._devices[k]).record_event())
             self._missing[k].discard(layer)
             while self._gone < len(self.buckets) and not self._missing[self._gone]:
-                if self._wire.world == 1:  # there is nobody to tell, and a thread that is woken holds up this one
+                if self._wire.world == 1:  # no message needed, and waking the thread would slow down this one
                     self._comm.keep(self._gates[self._gone])
                 else:
                     self._comm.submit(self._number + self._gone, partial(self._travel, self._gone))
@@ -173,7 +176,7 @@ class BucketedExchange:
 
     @contextmanager
     def _separate(self, k: int) -> Iterator[None]:
-        """On the exchange's stream, after what is to travel; whoever uses what came waits for it."""
+        """Run on the exchange's stream, after the rows are written; who uses the received rows waits for it."""
         if self._stream is None or self._devices[k].type != "cuda":
             yield
             return
@@ -212,14 +215,14 @@ class BucketedExchange:
         parts = self.buckets[k].parts
         return parts[0].name if len(parts) == 1 else f"{parts[0].name} to {parts[-1].name}"
 
-    # What came.
+    # Received rows.
 
     def gate(self, layer: int) -> Gate:
-        """Opens when a layer's bucket has come from all ranks."""
+        """Opens when a layer's bucket has arrived from all ranks."""
         return self._gates[self._of_layer[layer]]
 
     def wait(self) -> None:
-        """Until everything has come."""
+        """Wait until all buckets have arrived."""
         for gate in self._gates:
             gate.wait()
 
@@ -231,7 +234,7 @@ class BucketedExchange:
         return came, self.buckets[k], part
 
     def mine(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this rank sent of a parameter."""
+        """Positions and values that this rank sent of a parameter."""
         k, part = self._where[name]
         row = self._rows[k]
         assert row is not None
@@ -252,7 +255,7 @@ class BucketedExchange:
         return found[part.flag - self.buckets[k].parts[0].flag]
 
     def bad(self) -> tuple[str, int] | None:
-        """The first parameter whose gradient is not finite, and the rank that found that."""
+        """The first parameter whose gradient is not finite, and its rank."""
         for k, (bucket, heads) in enumerate(zip(self.buckets, self._heads, strict=True)):
             assert heads is not None
             self._await(k)
@@ -264,6 +267,6 @@ class BucketedExchange:
         return None
 
     def give_up(self) -> None:
-        """The step is not made, and nothing has travelled: whoever waits need wait no more."""
+        """Abandon the step before anything was sent, and open all gates."""
         for gate in self._gates:
             self._comm.keep(gate)

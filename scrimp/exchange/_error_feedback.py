@@ -1,15 +1,15 @@
-"""One parameter on one rank, between its gradient and what travels of it.
+"""Error feedback of one parameter on one rank: from its gradient to the entries that are sent.
 
-    momentum    u = momentum * u + gradient, once per step; further micro-batches are added to u: they need no buffer of their
-                own. What it adds to the residual v is lr * u.
-    adaptive    Adam's moments m and s of this rank's gradients; it adds lr * m / (sqrt(s) + eps), both without bias.
+    momentum    u = momentum * u + gradient, once per step; further micro-batches are added to u, so they need no buffer of their
+                own. It adds lr * u to the residual v.
+    adaptive    Adam's moments m and s of this rank's gradients; it adds lr * m / (sqrt(s) + eps), both bias-corrected.
 
     v = v + what the rule adds
-    sent = the largest of v, rounded to what travels
-    v = v - sent,  u = 0 there          (masking: what was sent is not to push on in the next steps)
+    sent = the top-k of v, rounded to the format that is sent
+    v = v - sent,  u = 0 there          (masking: what was sent must not continue to push in the next steps)
 
-With the learning rate inside, what waits counts as it would have counted when it was found, whatever the rate is by the time
-it travels; where the rate is applied after the exchange, it is 1 here.
+The residual includes the learning rate, so an entry counts with the rate of the step that produced it, whatever the rate is when
+it is sent. If the rate is applied after the exchange, it is 1 here.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from scrimp.exchange._row_topk import COLUMNS, RowTopK
 from scrimp.exchange._select import select_topk, take
 from scrimp.exchange._select_fused import device_selection
 
-ROWS = 4  # that are looked at together on the host, 1 MiB in fp32, whatever the parameter's size
+ROWS = 4  # rows processed together on the host, 1 MiB in fp32, whatever the parameter's size
 CUDA_ROWS = 16  # enough to keep a device busy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Momentum:
-    """As SGD has it."""
+    """The rule of SGD."""
 
     momentum: float
 
@@ -55,7 +55,7 @@ class Momentum:
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptive:
-    """As Adam has it; a step's gradient comes as a whole, since squares of parts do not add up to its square."""
+    """The rule of Adam. It needs a step's whole gradient, because squares of micro-batches do not add up to its square."""
 
     betas: tuple[float, float]
     eps: float
@@ -73,7 +73,7 @@ class Adaptive:
         rest.addcdiv_(m, root, value=lr / (1 - self.betas[0] ** count))
 
     def numbers(self, lr: float, count: int, *, first: bool) -> Numbers:
-        root = (1 - self.betas[1] ** count) ** 0.5  # above and below the fraction, so that s need not be divided
+        root = (1 - self.betas[1] ** count) ** 0.5  # multiplied into numerator and denominator, so that s need not be divided
         return Numbers(betas=self.betas, rate=lr * root / (1 - self.betas[0] ** count), eps=self.eps * root)
 
 
@@ -82,8 +82,8 @@ Rule = Momentum | Adaptive
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback:
-    """Flat, on one device. `states` are the rule's, the momentum first; there are none without momentum, and then gradients
-    go into the residual at once."""
+    """Flat tensors on one device. `states` are the rule's, the momentum first. Without momentum there are none, and gradients go
+    directly into the residual."""
 
     rule: Rule
     states: list[torch.Tensor]
@@ -92,7 +92,7 @@ class ErrorFeedback:
     masking: bool = True
 
     def add(self, gradient: torch.Tensor, lr: float, *, first: bool = True, sound: torch.Tensor | None = None) -> None:
-        """A gradient of any type; `first` of the step's micro-batches; nothing, unless `sound`, a flag on its device."""
+        """Add a gradient of any dtype. `first`: of the step's micro-batches. `sound`: a flag on its device; False adds 0."""
         kernel = self._kernel(gradient) if sound is None else None
         for span in self._spans(kernel, whole=bool(self.states)):
             states, fresh = [state[span] for state in self.states], gradient[span]
@@ -112,14 +112,15 @@ class ErrorFeedback:
                 self.rest.write(span, self.rest.read(span).add_(fresh, alpha=lr))
 
     def send(self, how: RowTopK, dtype: torch.dtype, lr: float, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """What travels, as positions and values; from here on it is gone. `count`: of the parameter's steps, this included."""
+        """Remove the top-k from the residual and return their positions and values. `count`: the parameter's number of steps,
+        this one included."""
         return self._send(how, dtype, lr, count, self._kernel(), None, first=True)
 
     def add_and_send(
         self, gradient: torch.Tensor, how: RowTopK, dtype: torch.dtype, lr: float, count: int = 1, *, first: bool = True,
         sound: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Both, for the last of a step's micro-batches: on the host in one pass over memory."""
+        """Both, for the last of a step's micro-batches; on the host in one pass over memory."""
         kernel = self._kernel(gradient) if sound is None else None
         if kernel is None:
             self.add(gradient, lr, first=first, sound=sound)
@@ -130,7 +131,7 @@ class ErrorFeedback:
         self, packet: torch.Tensor, gradient: torch.Tensor, how: RowTopK, dtype: torch.dtype, lr: float, count: int = 1, *,
         first: bool = True, sound: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The same, into a packet's bytes: on a GPU without waiting for it, and with little memory besides."""
+        """The same, into a packet's bytes; on a GPU without waiting for it, and with little scratch memory."""
         kernel = device_selection(self.rest.device, dtype) if self.rest.in_place and isinstance(self.rule, Momentum) else None
         native = self._kernel(gradient) if sound is None and self.rest.in_place else None
         if native is not None:
@@ -167,7 +168,7 @@ class ErrorFeedback:
         return torch.cat(positions), torch.cat(values)
 
     def give_back(self, positions: torch.Tensor, values: torch.Tensor) -> None:
-        """What was sent, but was not used by anyone; u stays masked."""
+        """Return entries to the residual that were sent but not applied; u stays masked."""
         for span in feedback_pieces(self.numel, self.rest.device):
             mine = (positions >= span.start) & (positions < span.stop)
             rest = self.rest.read(span)
@@ -175,22 +176,22 @@ class ErrorFeedback:
             self.rest.write(span, rest)
 
     def _kernel(self, gradient: torch.Tensor | None = None) -> NativeSelect | None:
-        """For the host, if it can be had."""
+        """The host kernel, if it is available and accepts the tensors."""
         return host_selection() if self.rest.device.type == "cpu" and takes(self.states, gradient) else None
 
     def _spans(self, kernel: NativeSelect | None, *, whole: bool = False) -> Iterator[slice]:
-        """The kernel is as well off with all at once, where nothing need be copied for it."""
+        """The kernel takes the whole tensor at once, if that needs no copy."""
         at_once = kernel is not None and (whole or self.rest.in_place)
         return iter((slice(0, self.numel),)) if at_once else feedback_pieces(self.numel, self.rest.device)
 
 
 def finite(gradient: torch.Tensor) -> bool:
-    """A sum is quick, and finite unless something is wrong, or nearly."""
+    """A sum is fast, and nearly always finite if all elements are; otherwise all elements are checked."""
     return isfinite(gradient.sum()) or bool(torch.isfinite(gradient).all())
 
 
 def part_of(how: RowTopK, span: slice) -> RowTopK:
-    """Of whole rows, and, in the last span, the rest after them."""
+    """The selection for a span of whole rows, and in the last span also the remainder."""
     return RowTopK(numel=span.stop - span.start, per_row=how.per_row, from_rest=how.from_rest if span.stop == how.numel else 0)
 
 

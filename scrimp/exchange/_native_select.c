@@ -1,13 +1,13 @@
-/* The host's way from a gradient to what travels of it, a row at a time, so that all but the first look at a row is within a
- * core's cache:
+/* From a gradient to the entries that are sent, on the host, a row at a time, so that all passes over a row but the first are
+ * within a core's cache:
  *
- *   - the gradient into the states, what the rule makes of them into the residual, and a count of the residual's magnitudes by
- *     their upper bits;
- *   - the magnitude of the last entry that is sent, by its upper bits, then by those below, among those that have the upper;
- *   - the places of all that is larger, and of the first that are as large; what is sent there is rounded and taken away.
+ *   - adds the gradient to the states and the rule's update to the residual, and counts the residual's magnitudes by their upper
+ *     bits;
+ *   - finds the magnitude of the last entry that is sent, by its upper bits, then by the lower bits among those that agree;
+ *   - writes the positions of all larger magnitudes, and of the first equal ones; rounds the values there and removes them.
  *
- * A magnitude's bits are in the order of magnitudes, with what is infinite above the rest and what is no number above that, as
- * torch has it. It is plain C that the compiler makes vectors of, but for `within` and `widen`.
+ * The bits of a magnitude are ordered as the magnitudes, with infinity above all numbers and NaN above that, as in torch. It is
+ * plain C that the compiler vectorises, except for `within` and `widen`.
  */
 #include <stdint.h>
 
@@ -17,22 +17,22 @@ struct kept {
     float *rest, *first, *second; /* states: none, a momentum, or Adam's two */
     const void *gradient; /* or none */
     int gradient_kind;
-    float carry, lerp, beta2, square; /* the gradient into the states */
-    float rate, eps; /* these into the residual */
+    float carry, lerp, beta2, square; /* coefficients of the gradient in the states */
+    float rate, eps; /* coefficients of the states in the residual */
     int64_t per_row, from_rest;
-    int64_t *positions; /* if nothing is sent, none */
-    uint16_t *places; /* where a packet wants them, each in its row; or none */
-    void *values; /* if nothing is taken away, none */
+    int64_t *positions; /* NULL if nothing is sent */
+    uint16_t *places; /* positions in their rows, for a packet; or NULL */
+    void *values; /* NULL if nothing is removed */
     int values_kind, masking;
 };
 
 #define JOB struct kept
 #include "../chunks/kernels/host_shared.c"
 
-#define AT_ONCE 1024 /* elements, in the nearest cache */
-#define WAYS 4 /* counts of the same, so that one need not wait for the one before it */
+#define AT_ONCE 1024 /* elements, to stay in the first-level cache */
+#define WAYS 4 /* parallel counters of the same bins, so that increments do not depend on each other */
 #define BINS 2048
-#define AHEAD 16 /* entries of a packet whose places are fetched */
+#define AHEAD 16 /* entries of a packet whose positions are prefetched */
 #define MAGNITUDE 0x7fffffff
 
 typedef uint16_t counts_of[WAYS][BINS]; /* of a row at most: a quarter of it each */
@@ -41,7 +41,7 @@ typedef void widen_of(const uint16_t *, int, float *);
 
 INLINE uint32_t magnitude(float x) { return to_bits(x) & MAGNITUDE; }
 
-/* Which of 64 magnitudes are from `low` to `high`. */
+/* Which of 64 magnitudes are between `low` and `high`, as bits. */
 
 static uint64_t within_first(const float *from, int n, uint32_t low, uint32_t high) {
     uint64_t found = 0;
@@ -142,11 +142,11 @@ INLINE void push_states(const struct kept *k, int64_t i, int n, int fused) {
     else push(k, k->rest + i, k->first + i, k->second + i, n);
 }
 
-/* The largest. */
+/* The top-k. */
 
 INLINE void soon(const void *from, int64_t bytes) { __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)bytes)); }
 
-/* While it counts, what comes next is on its way. */
+/* Counts, and prefetches what comes next. */
 INLINE void count_all(const struct kept *k, int64_t at, int n, counts_of counts) {
     const float *restrict from = k->rest + at;
     const void *gradient = (const char *)k->gradient + at * (k->gradient_kind == FP32 ? 4 : 2);
@@ -177,7 +177,7 @@ INLINE void count_within(const float *row, int64_t length, uint32_t low, int shi
         }
 }
 
-/* The bin of the last that is wanted; from then on, how many are wanted of that bin. */
+/* The bin of the last wanted entry, and how many entries are wanted of that bin. */
 static uint32_t bin_of(counts_of counts, int64_t *wanted) {
     for (uint32_t bin = BINS - 1;; bin--) {
         int64_t here = counts[0][bin] + counts[1][bin] + counts[2][bin] + counts[3][bin];
@@ -224,10 +224,10 @@ static void take(const struct kept *k, int64_t from, int64_t n) {
     }
 }
 
-/* A row after the other. */
+/* Row by row. */
 
 INLINE void rows(const struct kept *given, int64_t start, int64_t end, within_of *within, widen_of *widen_fp16, int fused) {
-    const struct kept copy = *given, *k = &copy; /* its own, so that stores cannot change it */
+    const struct kept copy = *given, *k = &copy; /* a private copy, so that the compiler knows that stores cannot change it */
     counts_of counts;
     for (; start < end; start += BLOCK) {
         int64_t stop = start + BLOCK < end ? start + BLOCK : end, before = start / BLOCK * k->per_row;
@@ -260,7 +260,7 @@ WIDE_TARGET static void rows_avx512(const struct kept *k, int64_t i, int64_t sto
 #define ROWS(level) ((level) == FUSED ? rows_fused : rows_plain)
 #endif
 
-/* What Python calls. */
+/* The functions that Python calls. */
 
 void scrimp_kept(float *rest, float *first, float *second, const void *gradient, int gradient_kind, int64_t numel, double carry,
                  double beta1, double beta2, double rate, double eps, int64_t per_row, int64_t from_rest, int64_t *positions,
@@ -275,8 +275,8 @@ void scrimp_kept(float *rest, float *first, float *second, const void *gradient,
     run(&k, threads);
 }
 
-/* What a packet has is added to a master, times `by`; a weight is written where that has changed. Whole rows have `per_row`
- * entries each, and what is left of them is of the rest. What lies beyond the end is left out, and makes it 0. */
+/* Adds a packet's entries, times `by`, to a master, and writes changed entries to a weight. Whole rows have `per_row` entries
+ * each, and the remaining entries belong to the remainder. Positions out of range are skipped, and make the result 0. */
 static int arrived(float *master, int64_t numel, void *weight, int weight_kind, const uint16_t *places, const void *values,
                    int values_kind, int64_t per_row, int64_t entries, float by, int fused) {
     int64_t row = 0, last = per_row, inside = 1;
@@ -296,7 +296,7 @@ static int arrived(float *master, int64_t numel, void *weight, int weight_kind, 
     return (int)inside;
 }
 
-/* The packets of so many ranks, one after the other, each so many bytes after the one before. */
+/* The packets of several ranks, one after the other, each a fixed number of bytes after the one before. */
 int scrimp_arrived(float *master, int64_t numel, void *weight, int weight_kind, const char *places, const char *values,
                    int values_kind, int64_t per_row, int64_t entries, double times, int64_t ranks, int64_t apart, int fused) {
     int inside = 1;
@@ -308,7 +308,7 @@ int scrimp_arrived(float *master, int64_t numel, void *weight, int weight_kind, 
     return inside;
 }
 
-/* The mean of what so many ranks sent whole, each so many bytes after the one before, in the order of the ranks. */
+/* The mean of what the ranks sent whole, each a fixed number of bytes after the one before, in the order of the ranks. */
 
 INLINE void mean_of(float *mean, const char *values, int kind, int64_t numel, int64_t ranks, int64_t apart,
                     widen_of *widen_fp16, int fused) {
@@ -340,7 +340,7 @@ void scrimp_mean(float *mean, const char *values, int kind, int64_t numel, int64
     else mean_vectors(mean, values, kind, numel, ranks, apart);
 }
 
-/* What travels whole, as a packet has it; whether all of it is finite: if not, nothing of it travels. */
+/* Writes a tensor that is sent whole; returns whether all of it is finite, and writes zeros if not. */
 int scrimp_put(void *to, int to_kind, const void *from, int from_kind, int64_t numel) {
     int finite = 1;
     for (int64_t j = 0; j < numel; j++) {

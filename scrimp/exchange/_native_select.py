@@ -1,8 +1,7 @@
-"""The host's way from a gradient to what travels of it, by a small C kernel (`_native_select.c`): a pass or two over memory,
-without the GIL.
+"""Selection and packing on the host by a small C kernel (`_native_select.c`): one or two passes over memory, without the GIL.
 
-It is used where it could be built and where a trial gives what torch gives; torch's kernels are used otherwise. Of equal
-magnitudes the first in a row are sent, where torch's choice is open; positions are in ascending order.
+It is used if it can be built and if a trial has torch's results; otherwise torch's kernels run. Of equal magnitudes the first in
+a row are sent, where torch's choice is undefined; positions are in ascending order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from scrimp.exchange._row_topk import COLUMNS, RowTopK, row_topk
 
 SOURCE = Path(__file__).with_name("_native_select.c")
 NOTHING = RowTopK(numel=0, per_row=0, from_rest=0)
-TRIED = 2 * COLUMNS + 777  # whole rows and a rest
+TRIED = 2 * COLUMNS + 777  # whole rows and a remainder
 
 _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 _KEPT: tuple[Any, ...] = (
@@ -35,8 +34,8 @@ _PUT: tuple[Any, ...] = (_POINTER, _INT, _POINTER, _INT, _LONG)
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What a rule multiplies with. A gradient goes into a momentum as carry * u + gradient, into Adam's moments by the betas;
-    into the residual goes rate * u, or rate * m / (sqrt(s) + eps)."""
+    """Coefficients of a rule. A gradient enters a momentum as carry * u + gradient, and Adam's moments by the betas. The residual
+    receives rate * u, or rate * m / (sqrt(s) + eps)."""
 
     carry: float = 1.0
     betas: tuple[float, float] = (0.0, 0.0)
@@ -64,15 +63,15 @@ class NativeSelect:
     def add(
         self, rest: torch.Tensor | None, states: Sequence[torch.Tensor], gradient: torch.Tensor, numbers: Numbers
     ) -> None:  # fmt: skip
-        """A gradient into the states, or, where there are none, into the residual."""
+        """Adds a gradient to the states, or, without states, to the residual."""
         self._call(rest, states, gradient, numbers, NOTHING, None, None, masking=False)
 
     def send(
         self, rest: torch.Tensor, states: Sequence[torch.Tensor], how: RowTopK, dtype: torch.dtype, numbers: Numbers, *,
         masking: bool, gradient: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Positions and values of what travels, after a gradient was added, if one is given; from here on it is gone, and
-        with `masking` the first state is 0 there."""
+        """Adds a gradient, if given, then moves the top-k out of the residual and returns their positions and values. With
+        `masking` the first state is cleared there."""
         positions, values = (torch.empty(how.entries, dtype=kind, device="cpu") for kind in (torch.int64, dtype))
         self._call(rest, states, gradient, numbers, how, positions, values, masking=masking and bool(states))
         return positions, values
@@ -81,7 +80,7 @@ class NativeSelect:
         self, packet: torch.Tensor, rest: torch.Tensor, states: Sequence[torch.Tensor], how: RowTopK, dtype: torch.dtype,
         numbers: Numbers, *, masking: bool, gradient: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The same, as a packet's bytes."""
+        """The same, into a packet's bytes."""
         places, values = parts(packet, how, dtype)
         positions = torch.empty(how.entries, dtype=torch.int64, device="cpu")
         self._call(rest, states, gradient, numbers, how, positions, values, places, masking=masking and bool(states))
@@ -90,8 +89,8 @@ class NativeSelect:
         self, packets: torch.Tensor, how: RowTopK, dtype: torch.dtype, master: torch.Tensor, times: float,
         weight: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """What packets have, one of each rank in a row, is added to a master, times a number, rank after rank; `weight` is
-        written where that has changed."""
+        """Adds packets, one per rank and row, to a master, times a factor, rank after rank; writes changed entries to `weight`
+        too."""
         if not takes([master]) or not _whole(packets, packet_nbytes(how, dtype)):
             raise ValueError("the native kernel is for contiguous CPU tensors, with the master in fp32, and for whole packets")
         if weight is not None and not (weight.is_cpu and weight.is_contiguous() and weight.numel() == how.numel):
@@ -108,7 +107,7 @@ class NativeSelect:
             raise ValueError(f"a packet has a place beyond the {how.numel} elements")
 
     def put(self, row: torch.Tensor, start: int, values: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Values, of any type, into a row of bytes from one on; whether all are finite: if not, there are zeros."""
+        """Writes values of any dtype into a row of bytes; returns whether all are finite, and writes zeros if not."""
         room = row.is_cpu and row.is_contiguous() and 0 <= start <= row.nbytes - values.numel() * dtype.itemsize
         if not room or not values.is_cpu or not values.is_contiguous():
             raise ValueError(
@@ -118,7 +117,7 @@ class NativeSelect:
         return bool(self.library.scrimp_put(to, kinds[0], values.data_ptr(), kinds[1], values.numel()))
 
     def mean(self, rows: torch.Tensor, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """In fp32, over rows of bytes, of so many values from a byte on; rank after rank."""
+        """Mean over rows of bytes of `numel` values from byte `start` on, in fp32, rank after rank."""
         if start < 0 or start + numel * dtype.itemsize > rows.shape[1] or not _bytes(rows):
             raise ValueError(f"there are not {numel} values from byte {start} on in rows of shape {tuple(rows.shape)} on the CPU")
         mean = torch.empty(numel, dtype=torch.float32, device="cpu")
@@ -128,7 +127,7 @@ class NativeSelect:
         return mean
 
     def select(self, values: torch.Tensor, how: RowTopK) -> torch.Tensor:
-        """Positions of the largest, and nothing is changed."""
+        """Positions of the top-k; changes nothing."""
         positions = torch.empty(how.entries, dtype=torch.int64, device="cpu")
         self._call(values, (), None, Numbers(), how, positions, None, masking=False)
         return positions
@@ -143,7 +142,7 @@ class NativeSelect:
         if not takes(fp32, gradient) or len(states) > 2 or (values is not None and values.dtype not in KINDS):
             raise ValueError("the native kernel is for contiguous CPU tensors of one size, with residual and states in fp32")
         if positions is not None and (how.numel != numel or how.per_row > COLUMNS or how.from_rest > how.rest):
-            raise ValueError(f"{how} does not fit {numel} elements")  # it would write where it must not
+            raise ValueError(f"{how} does not fit {numel} elements")  # it would write out of bounds
         first, second = (*states, None, None)[:2]
         kinds = (0 if gradient is None else KINDS[gradient.dtype], 0 if values is None else KINDS[values.dtype])
         self.library.scrimp_kept(
@@ -155,7 +154,7 @@ class NativeSelect:
 
 
 def _whole(packets: torch.Tensor, nbytes: int) -> bool:
-    """Whether they are rows of so many bytes."""
+    """Whether these are contiguous rows of so many bytes."""
     return _bytes(packets) and packets.shape[1] == nbytes
 
 
@@ -168,7 +167,7 @@ def _at(tensor: torch.Tensor | None) -> int | None:
 
 
 def takes(fp32: Sequence[torch.Tensor], gradient: torch.Tensor | None = None) -> bool:
-    """Whether the kernel is made for these: residual and states, and a gradient."""
+    """Whether the kernel accepts these tensors: residual and states, and a gradient."""
     given = (*fp32, gradient) if gradient is not None else (*fp32,)
     return (
         all(tensor.dtype == torch.float32 for tensor in fp32)
@@ -178,7 +177,7 @@ def takes(fp32: Sequence[torch.Tensor], gradient: torch.Tensor | None = None) ->
 
 
 def host_selection() -> NativeSelect | None:
-    """The kernel, built if need be. The first call settles it for the process; `why_no_host_selection` says why there is none."""
+    """The kernel, built if necessary. The first call decides for the process; `why_no_host_selection` says why there is none."""
     found = _settled()
     return found if isinstance(found, NativeSelect) else None
 
@@ -209,8 +208,8 @@ def _made() -> NativeSelect | str:
 
 
 def _tried(kernel: NativeSelect) -> bool:
-    """Whether a step has torch's bits, with numbers that need no rounding on their way: whole ones, of which many are equal.
-    And whether one with Adam's moments is near."""
+    """Whether a step has torch's bits, with integers, many of them equal, which are never rounded; and whether a step with Adam's
+    moments is close."""
     random, how = torch.Generator().manual_seed(0), row_topk(TRIED, 0.01)
 
     def drawn(upto: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Entries as bytes: all places in their rows, 16 bits each, then all values. Rows come in order, so they need no number.
+"""A packet, entries as bytes: all positions in their rows, 16 bits each, then all values. Rows are in order, so they need no
+index.
 
-Each of the two parts begins on a multiple of 8 bytes, so that it can be read where it lies.
+Each of the two parts begins at a multiple of 8 bytes, so that it can be read in place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def packet_nbytes(cut: RowTopK, dtype: torch.dtype) -> int:
 def pack(packet: torch.Tensor, cut: RowTopK, positions: torch.Tensor, values: torch.Tensor) -> None:
     """Fill a packet's bytes."""
     places, into = parts(packet, cut, values.dtype)
-    places.copy_(positions.remainder(COLUMNS).to(torch.int32))  # the upper half become negative
+    places.copy_(positions.remainder(COLUMNS).to(torch.int32))  # int16: the upper half become negative
     into.copy_(values)
 
 
@@ -34,7 +35,7 @@ def unpack(packet: torch.Tensor, cut: RowTopK, dtype: torch.dtype) -> tuple[torc
 
 
 def wrong(packet: torch.Tensor, cut: RowTopK, dtype: torch.dtype) -> bool:
-    """Whether a place lies beyond the parameter, as no rank would send it: in a whole row every place is one of it."""
+    """Whether a position lies beyond the parameter; in a whole row every 16-bit position is valid."""
     if not cut.from_rest:
         return False
     places = parts(packet, cut, dtype)[0][-cut.from_rest :]
@@ -42,7 +43,7 @@ def wrong(packet: torch.Tensor, cut: RowTopK, dtype: torch.dtype) -> bool:
 
 
 def parts(packet: torch.Tensor, cut: RowTopK, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A packet's places and values, where they lie."""
+    """Views of a packet's positions and values."""
     start = _padded(2 * cut.entries)
     places = packet[: 2 * cut.entries].view(torch.int16)
     return places, packet[start : start + dtype.itemsize * cut.entries].view(dtype)

@@ -1,6 +1,6 @@
-"""What came from all ranks for one parameter: taken from a master entry by entry, or as a mean piece by piece.
+"""Averages received packets of one parameter: subtracts their mean from a master entry by entry, or yields it piece by piece.
 
-Rank after rank, so that all replicas have the same bits.
+Ranks are added in order, so that all replicas have the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scrimp.exchange._select_fused import device_selection
 def subtract_mean(
     master: torch.Tensor, rows: torch.Tensor, bucket: Bucket, part: Part, scale: float, weight: torch.Tensor | None = None
 ) -> None:
-    """The mean of what the ranks sent, times `scale`; `weight` is written where it has changed."""
+    """Subtracts the mean of the ranks' packets, times `scale`, from `master`; writes changed entries to `weight` too."""
     assert part.how is not None
     kernel, world = device_selection(master.device, bucket.dtype), rows.shape[0]
     native = host_selection() if master.is_cpu else None
@@ -39,7 +39,7 @@ def subtract_mean(
 
 
 def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The mean in fp32, in pieces that are small whatever the parameter's size; each is good until the next."""
+    """The mean in fp32, in pieces of bounded size; each is valid until the next."""
     world = rows.shape[0]
     if part.how is None:
         for span in feedback_pieces(part.numel, rows.device):
@@ -55,7 +55,7 @@ def mean_pieces(rows: torch.Tensor, bucket: Bucket, part: Part) -> Iterator[tupl
 
 
 def mean_of(rows: torch.Tensor, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Over the rows, of so many values from a byte on."""
+    """Mean over the rows of `numel` values from byte `start` on."""
     native = host_selection() if rows.is_cpu else None
     if native is not None:
         return native.mean(rows, start, numel, dtype)
@@ -67,7 +67,7 @@ def mean_of(rows: torch.Tensor, start: int, numel: int, dtype: torch.dtype) -> t
 
 
 def average_onto(rows: torch.Tensor, bucket: Bucket, target: Callable[[Part], torch.Tensor]) -> str | None:
-    """The mean onto flat fp32 targets. What is wrong with what came, if something is."""
+    """Adds the mean to flat fp32 targets. Returns a description of what is wrong with the rows, if something is."""
     for rank, row in enumerate(rows):
         trouble = misplaced(row, bucket)
         if trouble is not None:
@@ -83,7 +83,7 @@ def average_onto(rows: torch.Tensor, bucket: Bucket, target: Callable[[Part], to
 
 
 def _entries(part: Part, span: slice) -> tuple[int, int]:
-    """Which of a packet's entries are those of whole rows."""
+    """The range of a packet's entries that belong to a span of whole rows."""
     assert part.how is not None
     first = span.start // COLUMNS * part.how.per_row
     return first, part.how.entries if span.stop == part.numel else span.stop // COLUMNS * part.how.per_row

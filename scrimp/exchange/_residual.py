@@ -1,9 +1,9 @@
-"""What a parameter has not sent yet, kept from step to step: in fp32, in bf16, or in 8 bits.
+"""The residual of a parameter, the part of its update that was not sent yet: in fp32, in bf16, or in 8 bits.
 
 fp32   exact: what was sent and what is kept add up to what was accumulated
-bf16   rounded to the nearest: of an addition less than 1/512 of what is there, something is lost
-int8   an even grid of 255 steps up to the largest of every 64 elements, rounded up or down at random, so that what is
-       kept is right in the mean; the random numbers are the generator's, so that a run can be repeated
+bf16   rounded to nearest: an addition of less than 1/512 of the value is partly lost
+int8   an even grid of 255 steps up to the largest of every 64 elements, rounded stochastically, so that it is right in the mean;
+       the random numbers come from a seeded generator, so that a run can be repeated
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ BLOCK, STEPS = 64, 127
 
 
 class Residual(Protocol):
-    """Of one parameter. `read` gives fp32 numbers on `device` that may be changed; `write` keeps them. `tensors` may be
-    elsewhere: then a device has no more of them than is being read."""
+    """The residual of one parameter. `read` gives fp32 numbers on `device` that may be changed; `write` stores them. `tensors`
+    may be on another tier: then the device holds only what is being read."""
 
     tensors: dict[str, torch.Tensor]
     device: torch.device
 
     @property
     def in_place(self) -> bool:
-        """What is read is what is kept, and no copy of it: it may be read as a whole."""
+        """`read` returns the stored tensor itself, not a copy, so that it may be read as a whole."""
 
     def read(self, span: slice) -> torch.Tensor: ...
 
@@ -36,7 +36,7 @@ class Residual(Protocol):
 
 
 def residual(kind: str, numel: int, device: torch.device, seed: int = 0, *, at: torch.device | None = None) -> Residual:
-    """All zeros; kept `at` another device than the one that works on it, if that is given."""
+    """A residual of zeros; stored `at` another device than the one that works on it, if given."""
     sizes = residual_tensors(kind, numel)
     pinned = at is not None and device.type == "cuda"
     zeros = {
@@ -47,12 +47,12 @@ def residual(kind: str, numel: int, device: torch.device, seed: int = 0, *, at: 
 
 
 def residual_of(kind: str, tensors: dict[str, torch.Tensor], device: torch.device, seed: int = 0) -> Residual:
-    """With what is there."""
+    """A residual with existing tensors."""
     return Blocks(tensors, device, seed) if kind == "int8" else Plain(tensors, device)
 
 
 def residual_tensors(kind: str, numel: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Elements and type of each tensor."""
+    """Elements and dtype of each tensor."""
     if kind == "int8":
         blocks = -(-numel // BLOCK)
         return {"codes": (blocks * BLOCK, torch.int8), "scales": (blocks, torch.float32)}
@@ -66,6 +66,8 @@ def residual_nbytes(kind: str, numel: int) -> int:
 
 
 class Plain:
+    """A residual in fp32 or bf16."""
+
     def __init__(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
         self.tensors, self.device = tensors, device
 
@@ -75,16 +77,16 @@ class Plain:
         return there.dtype == torch.float32 and there.device == self.device
 
     def read(self, span: slice) -> torch.Tensor:
-        return self.tensors["values"][span].to(self.device, non_blocking=True).float()  # fp32 that is there is itself
+        return self.tensors["values"][span].to(self.device, non_blocking=True).float()  # fp32 on the device: no copy
 
     def write(self, span: slice, values: torch.Tensor) -> None:
         there = self.tensors["values"][span]
-        if there.data_ptr() != values.data_ptr():  # fp32 was changed where it is
+        if there.data_ptr() != values.data_ptr():  # fp32 was changed in place
             there.copy_(values, non_blocking=True)
 
 
 class Blocks:
-    """Spans begin on a block, and end on one or with the parameter."""
+    """A residual in int8. Spans begin at a block, and end at one or with the parameter."""
 
     in_place = False
 

@@ -1,7 +1,7 @@
-"""How many entries of a parameter travel in a step, and from where: a parameter's elements in rows of 65,536.
+"""How many entries of a parameter are sent in a step: the top-k of each row of 65,536 elements.
 
-Each row sends the same number of entries, whatever is in it: so every rank's packet has the same size, which collectives
-need, an entry's place in its row fits 16 bits, and the largest are found row by row, without sorting the whole.
+Each row sends the same number of entries. So every rank's packet has the same size, which collectives need; an entry's position
+in its row fits 16 bits; and the top-k is found row by row, without sorting the whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ COLUMNS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class RowTopK:
-    """`per_row` entries from each whole row, `from_rest` from what is left after the last one."""
+    """`per_row` entries from each whole row, `from_rest` from the remainder after the last one."""
 
     numel: int
     per_row: int
@@ -38,7 +38,7 @@ class RowTopK:
 
 
 def row_topk(numel: int, density: float) -> RowTopK:
-    """At least one entry of each row, so that no row waits for ever."""
+    """At least one entry of each row, so that every row makes progress."""
     return RowTopK(numel=numel, per_row=_share(COLUMNS, density), from_rest=_share(numel % COLUMNS, density))
 
 

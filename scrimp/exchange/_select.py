@@ -1,4 +1,4 @@
-"""The entries of largest magnitude, row by row; and taking them away."""
+"""Selects the entries of largest magnitude, row by row, and removes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scrimp.exchange._row_topk import COLUMNS, RowTopK
 
 
 def select_topk(values: torch.Tensor, how: RowTopK) -> torch.Tensor:
-    """Positions of the largest of a flat tensor, row after row, int64; in no order within a row. Never one twice."""
+    """Positions of the top-k of a flat tensor, row after row, int64; unordered within a row, and unique."""
     if how.everything:
         return torch.arange(how.numel, device=values.device)
     kernel = host_selection() if takes([values]) else None
@@ -28,8 +28,8 @@ def select_by_torch(values: torch.Tensor, how: RowTopK) -> torch.Tensor:
 
 
 def take(values: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is sent of the values there, rounded to `dtype`; what was rounded off stays. In fp32 that is exact: what is left
-    has no more digits than were there."""
+    """Removes the values at `positions` and returns them rounded to `dtype`; the rounding error stays. In fp32 the difference is
+    exact, because it has no more digits than the value."""
     there = values[positions]
     limit = torch.finfo(dtype).max
     sent = there.clamp(-limit, limit).to(dtype)

@@ -1,9 +1,8 @@
-"""The device's way to send and to apply, by a few Triton kernels (`_select_kernels.py`): exactly what `_select.py`, `_packet.py`
-and `_bucket.py` do with torch, in five passes over the residual, straight into the packet, and without waiting for the device.
+"""Sending and applying on a device by a few Triton kernels (`_select_kernels.py`): the same as `_select.py`, `_packet.py` and
+`_bucket.py` do with torch, in five passes over the residual, directly into the packet, and without waiting for the device.
 
-`device_selection` gives them where Triton is, where they compile, and where a trial has the bits that torch has; torch's way is
-for everywhere else.
-Of equal magnitudes the first in a row are sent, where torch's choice is open; places are in ascending order.
+`device_selection` returns them if Triton is installed, if they compile, and if a trial has torch's bits. Otherwise torch does the
+work. Of equal magnitudes the first in a row are sent, where torch's choice is undefined; positions are in ascending order.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from scrimp.chunks import kernel_or_reason, triton_at_hand
 from scrimp.exchange._packet import packet_nbytes, parts, unpack
 from scrimp.exchange._row_topk import COLUMNS, RowTopK, row_topk
 
-SPLITS, BINS = 8, 256  # as in the kernels: chunks of a row, and what a digit can be
-DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))  # of a magnitude's bits: the lowest, and how many
+SPLITS, BINS = 8, 256  # as in the kernels: chunks of a row, and values of a digit
+DIGITS = ((23, 8), (15, 8), (7, 8), (0, 7))  # of a magnitude's bits: lowest bit and width
 BLOCK, WARPS = 1024, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAPABILITY = (8, 0)
-TRIED = 2 * COLUMNS + 777  # whole rows and a rest
+TRIED = 2 * COLUMNS + 777  # whole rows and a remainder
 
 
 def scratch_nbytes(numel: int) -> int:
-    """What `send` needs beside residual and packet while it runs: a 16th of an fp32 residual."""
+    """Scratch bytes of `send`, besides residual and packet: a 16th of an fp32 residual."""
     return 2 * -(-numel // COLUMNS) * SPLITS * (BINS + 2) * 4
 
 
 @dataclass(frozen=True)
 class FusedExchange:
-    """All tensors are flat, contiguous and on one device."""
+    """The kernels. All tensors are flat, contiguous and on one device."""
 
     kernels: Any
 
@@ -41,9 +40,9 @@ class FusedExchange:
         self, gradient: torch.Tensor, momentum: torch.Tensor | None, residual: torch.Tensor, *, carry: float, whole: bool,
         rate: float = 1.0, sound: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """A gradient of any type into fp32 momentum, and, when the step's gradient is `whole`, `rate` times that into the fp32
-        residual. `carry`: the momentum's factor for the first of a step's micro-batches, 1 for the others. Without a
-        momentum every gradient goes into the residual. `sound`: a flag on the device; without it the gradient counts as 0."""
+        """Adds a gradient of any dtype to the fp32 momentum, and, when the step's gradient is `whole`, `rate` times the momentum
+        to the fp32 residual. `carry`: the momentum's factor for the first of a step's micro-batches, 1 for the others. Without
+        momentum every gradient goes into the residual. `sound`: a flag on the device; if False the gradient counts as 0."""
         numel = residual.numel()
         _check(residual, *([] if momentum is None else [momentum]), numel=numel)
         _check_as(residual, gradient, DTYPES, numel)
@@ -60,8 +59,8 @@ class FusedExchange:
     def send(
         self, residual: torch.Tensor, how: RowTopK, packet: torch.Tensor, dtype: torch.dtype, masked: torch.Tensor | None = None
     ) -> None:
-        """The largest of a fp32 residual into a packet's bytes; from here on they are gone. `masked`: the momentum, which is
-        0 there from now on."""
+        """Moves the top-k of an fp32 residual into a packet's bytes. `masked`: the momentum, which is cleared at the same
+        positions."""
         _check(residual, *([] if masked is None else [masked]), numel=how.numel)
         _check_as(residual, packet, (torch.uint8,), packet_nbytes(how, dtype))
         if not how.numel:
@@ -89,8 +88,8 @@ class FusedExchange:
         self, packet: torch.Tensor, how: RowTopK, dtype: torch.dtype, into: torch.Tensor, share: float,
         wrong: torch.Tensor | None = None, *, weight: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """`share` times one rank's packet onto a flat fp32 tensor, and what has changed into `weight` too. `wrong`, an int32
-        number there, becomes 1 if a place lies beyond it, as no rank would send it: that entry is left out."""
+        """Adds `share` times one rank's packet to a flat fp32 tensor, and writes changed entries to `weight` too. `wrong`, an
+        int32 scalar on the device, becomes 1 if a position is out of range; that entry is skipped."""
         _check(into, numel=how.numel)
         _check_as(into, packet, (torch.uint8,), packet_nbytes(how, dtype))
         if wrong is not None:
@@ -122,7 +121,7 @@ def _check_as(first: torch.Tensor, tensor: torch.Tensor, dtypes: tuple[torch.dty
 
 
 def device_selection(device: torch.device, dtype: torch.dtype) -> FusedExchange | None:
-    """The kernels, tried with values of that type; `why_no_device_selection` says why there are none."""
+    """The kernels, after a trial with values of that dtype; `why_no_device_selection` says why there are none."""
     found = _settled(device, dtype)
     return found if isinstance(found, FusedExchange) else None
 
@@ -154,13 +153,13 @@ def _kernels() -> Any:
 
 
 def _tried(kernel: FusedExchange, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a step has torch's bits: rows with many equal numbers, and a rest."""
+    """Whether a step has torch's bits: rows with many equal numbers, and a remainder."""
     from scrimp.exchange._select import take
 
     random = torch.Generator().manual_seed(0)
     how = row_topk(TRIED, 0.01)
     gradient, u, v = (torch.randn(TRIED, generator=random, dtype=torch.float32, device="cpu").to(device) for _ in range(3))
-    v[:COLUMNS] = (v[:COLUMNS] * 4).round()  # ties, of which only the first are sent
+    v[:COLUMNS] = (v[:COLUMNS] * 4).round()  # ties, of which the first are sent
     gradient[:COLUMNS] = u[:COLUMNS] = 0
     mine_u, mine_v = u.clone(), v.clone()
     kernel.accumulate(gradient.to(dtype), mine_u, mine_v, carry=0.9, whole=True)

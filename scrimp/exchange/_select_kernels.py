@@ -1,23 +1,23 @@
 # mypy: ignore-errors
-"""Selecting, sending and applying on a device, in Triton: `_select.py`, `_packet.py` and `_bucket.py` say what is meant.
+"""Selecting, sending and applying on a device, in Triton; `_select.py`, `_packet.py` and `_bucket.py` define the results.
 
-A magnitude's bits, without the sign, are in the order of the magnitudes. So the least magnitude that is sent is found digit by
-digit, from the highest bits: a pass counts how often each digit occurs among those that agree in the digits before, and the
-next pass begins by looking where the count, from the top, comes to what is wanted. Four passes find all 31 bits, whatever
-the numbers are. Each row is shared by some programs, each with a chunk and counts of its own. The counts also say how many
-entries come from the chunks before, so that the last pass, which sends, knows where in the packet it writes. Among equal
-magnitudes the first are sent.
+The bits of a magnitude, without the sign, are ordered as the magnitudes. So a radix search finds the smallest magnitude that is
+sent, digit by digit from the highest bits: a pass counts how often each digit occurs among the candidates, which agree in the
+digits before. The next pass first finds the digit at which the count from the top reaches the number wanted. Four passes find
+all 31 bits, whatever the numbers are. Several programs share a row, each with its own chunk and counts. The counts also give the
+number of entries from earlier chunks, so the last pass, which sends, knows where in the packet to write. Among equal magnitudes
+the first are sent.
 
-Only `_select_fused.py` imports this file: Triton need not be there.
+Only `_select_fused.py` imports this file, because Triton is optional.
 """
 
 import triton
 import triton.language as tl
 
 SPLITS = tl.constexpr(8)  # chunks of a row
-BINS = tl.constexpr(256)  # what a digit can be
+BINS = tl.constexpr(256)  # values of a digit
 STATE = tl.constexpr(2 * SPLITS.value)  # numbers kept for a row: digits so far, entries wanted, larger ones of each chunk
-FEW = tl.constexpr(8)  # if less than one in so many of a chunk is in question, they are added one by one: that is quicker
+FEW = tl.constexpr(8)  # if less than one in so many of a chunk is a candidate, they are added one by one, which is faster
 COUNTED = tl.constexpr(2048)  # elements that are counted together
 STEP = tl.constexpr(1024)  # elements that are sent together: more would not fit the registers
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -38,8 +38,8 @@ def count(
     width: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """How often each digit, of `width` bits from bit `shift`, occurs among those that are in question. `width_before`: that
-    of the digit counted before, 0 if none was."""
+    """Counts how often each digit, of `width` bits from bit `shift`, occurs among the candidates. `width_before`: width of the
+    digit counted before, 0 if none was."""
     block: tl.constexpr = columns // SPLITS
     row, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     chunk = tl.arange(0, SPLITS)
@@ -75,7 +75,7 @@ def _count_many(values, into, prefix, split, length, shift: tl.constexpr, width:
 @triton.jit
 def _count_few(values, into, mine, prefix, split, length, shift: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
     tl.store(into + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
-    tl.debug_barrier()  # all of it is zero before any of it is added to
+    tl.debug_barrier()  # all counts are zero before any is increased
     if mine > 0:
         for turn in range(block // COUNTED):
             asked, digit = _digits(values, prefix, split * block + turn * COUNTED, length, shift, width)
@@ -84,7 +84,7 @@ def _count_few(values, into, mine, prefix, split, length, shift: tl.constexpr, w
 
 @triton.jit
 def _digits(values, prefix, first, length, shift: tl.constexpr, width: tl.constexpr):
-    """Who is in question, and everyone's digit."""
+    """Which elements are candidates, and the digit of each."""
     place = first + tl.arange(0, COUNTED)
     bits = _loaded(values, place, first + COUNTED, length).to(tl.int32, bitcast=True) & MAGNITUDE
     return (place < length) & ((bits >> (shift + width)) == prefix), (bits >> shift) & ((1 << width) - 1)
@@ -105,7 +105,7 @@ def send(
     width: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Into the packet what is sent, in the order of the places; what was rounded off stays, and the momentum there ends."""
+    """Writes what is sent into the packet, in order of position; rounding errors stay, and the momentum there is cleared."""
     block: tl.constexpr = columns // SPLITS
     row, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     start = row.to(tl.int64) * columns
@@ -142,8 +142,8 @@ def send(
 
 @triton.jit
 def _narrowed(counts, state, row, width: tl.constexpr):
-    """One digit more than `state` has: digits so far, how many are wanted of those that have them, and for each chunk how
-    many are larger, and how many have them."""
+    """One digit more than `state` has: digits so far, how many of the candidates are wanted, and for each chunk how many are
+    larger, and how many are candidates."""
     chunk, digits = tl.arange(0, SPLITS), tl.arange(0, BINS)
     there = tl.load(counts + (row * SPLITS + chunk[:, None]) * BINS + digits[None, :])
     prefix, wanted = tl.load(state + row * STATE), tl.load(state + row * STATE + 1)
@@ -160,7 +160,7 @@ def _narrowed(counts, state, row, width: tl.constexpr):
 
 @triton.jit
 def _loaded(values, place, stop, length):
-    if stop <= length:  # without a mask loads are as wide as can be
+    if stop <= length:  # without a mask loads have full width
         x = tl.load(values + place)
     else:
         x = tl.load(values + place, place < length, other=0.0)
@@ -169,8 +169,8 @@ def _loaded(values, place, stop, length):
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
-    """What travels, and what it is in fp32. To bf16 by whole numbers, to the nearest, of two the even one: that is what
-    the hardware does, but not every interpreter. `x` is finite, and no more than the largest of the type."""
+    """A value as it is sent, and in fp32. bf16 is rounded by integer arithmetic, to nearest even, as the hardware does but not
+    every interpreter. `x` is finite, and within the range of the type."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -198,8 +198,8 @@ def apply(
     columns: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One rank's packet, in which no place comes twice. A place beyond the parameter is left out, and `told` in `wrong`; what
-    has changed is `written` to the weight too."""
+    """Applies one rank's packet, in which no position occurs twice. A position out of range is skipped, and reported in `wrong`
+    if `told`; changed entries are also written to the weight if `written`."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     there = at < entries
     place = tl.load(places + at, there, other=0).to(tl.int32) & 0xFFFF
@@ -228,8 +228,8 @@ def accumulate(
     checked: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The momentum becomes `carry` times itself and the gradient; with the step's gradient `whole`, the residual takes `rate`
-    times it. If the gradient is `checked` and not `sound`, it counts as 0."""
+    """The momentum becomes `carry` times itself plus the gradient; if the step's gradient is `whole`, the residual receives
+    `rate` times it. If the gradient is `checked` and not `sound`, it counts as 0."""
     start = tl.program_id(0).to(tl.int64) * block
     at = start + tl.arange(0, block)
     if start + block <= numel:

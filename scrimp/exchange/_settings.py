@@ -1,4 +1,4 @@
-"""How gradients travel, as data: whole, or a few entries of each."""
+"""`Dense` and `Sparse`: how ranks exchange gradients, as data."""
 
 from __future__ import annotations
 
@@ -18,28 +18,39 @@ START = 0.25  # the density that a warm-up begins with
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """Every gradient travels whole, and homes are shared out over the ranks."""
+    """Ranks average whole gradients, and shard the model data among them.
+
+    >>> import scrimp
+    >>> scrimp.Dense()
+    Dense()
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse:
-    """`density` of each parameter's entries travel in a step, those that would move it most; the rest waits. `warm_up` steps
-    come down to it from a quarter.
+    """In every step each rank sends `density` of each parameter's entries, those with the largest update, and keeps the rest as a
+    residual (error feedback). During the first `warm_up` steps the density falls from a quarter to `density`.
 
-    `values`: what travels, "bf16", "fp16" or "fp32". `residual`: how the rest is kept, "fp32", "bf16" or "int8"; it is in units
-    of weights, w - w', w' being what this rank alone would have by now, so "weight" is another name of "fp32". `place`: where,
-    for layers whose home is the device: there, or on the "host". "auto": what makes the fastest step within the budget, which
-    pays for homes and activations too; of equals the one that is kept best. `masking` stops a momentum where something was
-    sent. Tensors of less than `small` elements travel whole. Every `check_every` steps all ranks compare their weights, bit by
-    bit.
+    `values`: format of the values sent, "bf16", "fp16" or "fp32". `residual`: format of the residual, "fp32", "bf16" or "int8".
+    The residual is in units of weights, w - w', where w' is the weight that this rank alone would have by now, so "weight" is
+    another name for "fp32". `place`: tier of the residuals of layers placed on the device: "device" or "host". "auto": what makes
+    the fastest step within the budget, which placements and activations share; of equals the more precise one. `masking` clears
+    the momentum of entries that were sent. Tensors of less than `small` elements are sent whole. Every `check_every` steps all
+    ranks compare their weights, bit by bit.
 
-    `choose`: layers for which sending all of them in 16 bits takes less time than finding and sending few entries travel whole,
-    as on fast networks or among very many ranks; False: all are sparse. `of`: what the entries are of. "update": of what the
-    optimizer makes of each rank's own gradients, which works for language models too; "gradient": of the gradients, the
-    optimizer coming after the exchange, which is the weaker way with Adam.
+    `choose`: send a layer whole in 16 bits if that takes less time than selecting and sending few entries, as on fast networks or
+    among very many ranks; False: all layers are sparse. `of`: what the entries are. "update": of the update that the optimizer
+    computes from each rank's own gradients, which works for language models too. "gradient": of the gradients, with the optimizer
+    after the exchange, which converges worse with Adam.
 
-    Every rank has all weights and states, and the moments of its own gradients: the learning rate that is best may be another,
-    often twice that of a dense run."""
+    Every rank has all weights and states, and the moments of its own gradients. The best learning rate may differ from that of a
+    dense run, and is often twice as large.
+
+    >>> import scrimp
+    >>> exchange = scrimp.Sparse(density=0.01, warm_up=100)
+    >>> exchange.density_at(0), exchange.density_at(100)
+    (0.25, 0.01)
+    """
 
     density: float = 0.01
     warm_up: int = 0
@@ -72,7 +83,7 @@ class Sparse:
 
     @property
     def least_residual(self) -> str:
-        """The kind that takes the least memory of those that are allowed."""
+        """The allowed format that takes the least memory."""
         return RESIDUAL_KINDS[-1] if self.residual == AUTO else self.residual
 
     def density_at(self, step: int) -> float:
@@ -80,7 +91,7 @@ class Sparse:
 
 
 def density_at(step: int, density: float, warm_up: int) -> float:
-    """From a quarter down to `density`, by the same factor in every step."""
+    """The density of a step: falls from a quarter to `density` by the same factor in every warm-up step."""
     if step >= warm_up:
         return density
     return float(max(density, START * (density / START) ** (step / warm_up)))

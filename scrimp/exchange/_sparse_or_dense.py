@@ -1,10 +1,10 @@
-"""Whether a parameter travels whole or by few entries: what takes less time, by what was measured.
+"""Decides whether a parameter is sent whole or sparse: whichever takes less time, by measured rates.
 
     whole      2 (P - 1) / P * n * 2 bytes over the network, reduced in a ring
-    entries    (P - 1) * density * n * (2 + itemsize) bytes, gathered, and n elements looked through
+    entries    (P - 1) * density * n * (2 + itemsize) bytes, gathered, and a selection from n elements
 
-Selecting runs beside the network as little as compute does: on a busy host everything adds up. With P * density near 1 and
-more the entries of all ranks are as many as all elements, and whole is better whatever the network.
+Selection overlaps with the network as little as compute does: on a busy host everything adds up. With P * density near 1 or more,
+the entries of all ranks are as many as all elements, and whole is better whatever the network.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from scrimp.exchange._error_feedback import ErrorFeedback, Momentum
 from scrimp.exchange._residual import residual
 from scrimp.exchange._row_topk import COLUMNS, row_topk
 
-PROBED = 1 << 18  # bytes of all ranks together, in the message that a network is measured with
+PROBED = 1 << 18  # bytes of all ranks together, in the message that measures the network
 TIMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """`network`: bytes a second that a rank sends; `selecting`: elements a second that it looks through."""
+    """`network`: bytes per second that a rank sends; `selecting`: elements per second that it selects from."""
 
     network: float
     selecting: float
@@ -40,7 +40,8 @@ def sparse_pays(numel: int, world: int, density: float, itemsize: int, pace: Pac
 
 
 def measure_pace(wire: Wire, device: torch.device, density: float) -> Pace:
-    """All ranks at once, as in a step; the slowest rank's, so that all choose alike. A fraction of a second on a slow network."""
+    """Measures all ranks at once, as in a step, and takes the slowest, so that all choose alike. It takes a fraction of a second
+    on a slow network."""
     if wire.world == 1:
         return Pace(network=float("inf"), selecting=float("inf"))
     row = torch.zeros(PROBED // wire.world, dtype=torch.uint8)

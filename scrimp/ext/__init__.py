@@ -1,10 +1,9 @@
-"""Doors to other tools, and a pool of local ranks. Import the module that you need.
+"""Interoperation with other tools, and a pool of local ranks. Import the module that you need.
 
-In:   models and tensors of other tools (DistributedDataParallel, DTensor).
-Out:  the same, exchanged or redistributed by scrimp.
+In:   models and tensors of other tools (DistributedDataParallel, DTensor). Out:  the same, exchanged or redistributed by scrimp.
 
     ddp.py            `sparse_hook`: sparse exchange in torch's DistributedDataParallel
     dtensor.py        `redistribute`: moves for torch's DTensor
-    dtensor_plans.py  what DTensor itself would do, for comparisons
+    dtensor_plans.py  DTensor's own redistribution plans, for comparisons
     ranks.py          a pool of local gloo processes, for tests, benchmarks and the demo
 """

@@ -1,4 +1,4 @@
-"""What the door must know of a DTensor that torch keeps private: the order in which mesh dims split a tensor dim."""
+"""The private attribute of DTensor that `redistribute` needs: the order in which mesh dims split a tensor dim."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from torch.distributed.tensor import DTensor
 
 
 def shard_order(dtensor: DTensor) -> dict[int, tuple[int, ...]] | None:
-    """For each tensor dim its mesh dims, major first; None where this torch has no such thing (before 2.12)."""
+    """For each tensor dim its mesh dims, major first; None where this torch lacks it (before 2.12)."""
     order = getattr(dtensor._spec, "shard_order", None)
     return None if order is None else {entry.tensor_dim: tuple(entry.mesh_dims) for entry in order}

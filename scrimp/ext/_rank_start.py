@@ -1,4 +1,4 @@
-"""How a rank's process starts: forked from a server that has imported torch, or spawned where forking is not safe."""
+"""Starts a rank's process: forked from a server that has imported torch, or spawned where forking is unsafe."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PRELOADED = ["torch", "torch.distributed.tensor", "torch._dynamo", "scrimp.engin
 
 
 def rank_context() -> ForkServerContext | SpawnContext:
-    """With its server running, where it has one."""
+    """The multiprocessing context, with its server running if it has one."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with _one_thread():  # a process with threads is not safe to fork, and numpy starts one for each core
+    with _one_thread():  # forking a process with threads is unsafe, and numpy starts one for each core
         forkserver.ensure_running()
     return context
 
@@ -41,7 +41,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def open_outputs() -> dict[int, Connection]:
-    """Standard output and error, as far as they are open, in the form that can be sent to a rank."""
+    """Standard output and error, as far as they are open, in a form that can be sent to a rank."""
     found = {}
     for number in (1, 2):
         with suppress(OSError):
@@ -49,11 +49,11 @@ def open_outputs() -> dict[int, Connection]:
     return found
 
 
-def take_over(environment: dict[str, str], outputs: dict[int, Connection]) -> None:
-    """In the new process: a server has the environment and the outputs of the program's first pool."""
+def adopt(environment: dict[str, str], outputs: dict[int, Connection]) -> None:
+    """In the new process: sets the environment and outputs of its pool; a fork server has those of the program's first pool."""
     os.environ.clear()
     os.environ.update(environment)
     for number, output in outputs.items():
         os.dup2(output.fileno(), number)
         output.close()
-    gc.freeze()  # what the server imported is no garbage: collections need not look at it, nor write to pages that ranks share
+    gc.freeze()  # keep the server's imports out of garbage collection, which would write to pages shared by ranks

@@ -1,10 +1,10 @@
-"""The DDP door: gradients of a `DistributedDataParallel` model travel as few entries, the rest is kept back.
+"""Sparse gradient exchange for `DistributedDataParallel`: a communication hook with top-k selection and error feedback.
 
     state = SparseState(model, density=0.01, momentum=0.9)
     model.register_comm_hook(state, sparse_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)     # no momentum: it is in the state
 
-What the optimizer gets as a gradient is the mean of what the ranks sent, the same on all of them.
+The optimizer's gradient is the mean of the entries that the ranks sent, the same on all ranks. Unsent entries stay in a residual.
 """
 
 import zlib
@@ -35,12 +35,13 @@ from scrimp.exchange import (
     unpack,
 )
 from scrimp.exchange import residual as make_residual
+from scrimp.move import all_gather_flat
 
 
 class SparseState:
-    """`density`: share of the entries that travel; `warm_up` steps come down to it from a quarter. `values`: what travels,
-    "bf16", "fp16" or "fp32". `residual`: how the rest is kept, "fp32", "bf16" or "int8". `momentum` replaces the
-    optimizer's; `masking` stops it where something was sent. Tensors of less than `small` elements travel whole."""
+    """`density`: share of the entries that are sent; over `warm_up` steps it falls to this from a quarter. `values`: dtype of
+    sent entries, "bf16", "fp16" or "fp32". `residual`: dtype of the residual, "fp32", "bf16" or "int8". `momentum` replaces the
+    optimizer's; `masking` clears it where an entry was sent. Tensors of less than `small` elements are sent dense."""
 
     def __init__(
         self,
@@ -56,11 +57,11 @@ class SparseState:
         group: Any = None,
     ) -> None:
         if not 0 < density <= 1:
-            raise RunError(f"density={density!r} is not possible: more than 0, at most 1")
+            raise RunError(f"density={density!r} is out of range: more than 0, at most 1")
         if values not in VALUES:
             raise RunError(f"values={values!r} is not possible; there are {', '.join(map(repr, VALUES))}")
         if not 0 <= momentum < 1:
-            raise RunError(f"momentum={momentum!r} is not possible: from 0 to below 1")
+            raise RunError(f"momentum={momentum!r} is out of range: from 0 to below 1")
         module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._shapes = {name: (parameter.numel(), parameter.device) for name, parameter in module.named_parameters()}
@@ -68,7 +69,7 @@ class SparseState:
         self.values, self.residual, self.small, self.group = VALUES[values], residual, small, group
         self.step = 0
         self.kept: dict[str, ErrorFeedback] = {}
-        self.after: dict[str, torch.Tensor] = {}  # momentum of what travels whole: after the exchange, the same everywhere
+        self.after: dict[str, torch.Tensor] = {}  # momentum of dense tensors: after the exchange, the same on all ranks
 
     @property
     def now(self) -> float:
@@ -86,7 +87,7 @@ class SparseState:
         return self.kept[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's, by parameter; every rank has its own."""
+        """The state of this rank, by parameter; every rank has its own."""
         kept = {
             name: {
                 **dict(zip(["momentum"], kept.states, strict=False)),
@@ -98,10 +99,10 @@ class SparseState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["residual"] != self.residual:
-            raise RunError(f"the state has its residual in {state['residual']}, and this one keeps {self.residual}")
+            raise RunError(f"the state has its residual in {state['residual']}, but this SparseState keeps {self.residual}")
         unknown = {*state["kept"], *state["after"]} - {*self._shapes}
         if unknown:
-            raise RunError(f"the state has {', '.join(sorted(unknown)[:5])}, which the model has not")
+            raise RunError(f"the state has {', '.join(sorted(unknown)[:5])}, which the model does not have")
         self.step = state["step"]
         for name, tensors in state["kept"].items():
             kept = self.of(name)
@@ -112,7 +113,7 @@ class SparseState:
         self.after = {name: tensor.clone() for name, tensor in state["after"].items()}
 
     def pushed(self, name: str, mean: torch.Tensor) -> torch.Tensor:
-        """What travelled whole, with the momentum that it has here."""
+        """A densely sent mean, with the state's momentum applied."""
         if not self.momentum:
             return mean
         before = self.after.get(name)
@@ -122,15 +123,15 @@ class SparseState:
 
 def sparse_hook(
     state: SparseState,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP looks at this, so annotations are no text here
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP inspects annotations, so they are not strings here
 ) -> torch.futures.Future[torch.Tensor]:
-    """For `register_comm_hook`."""
+    """The hook for `DistributedDataParallel.register_comm_hook`."""
     buffer: torch.Tensor = bucket.buffer()
     gradients: list[torch.Tensor] = bucket.gradients()
     names = [state.names[id(parameter)] for parameter in bucket.parameters()]
     sizes = tuple((name, gradient.numel()) for name, gradient in zip(names, gradients, strict=True))
     plan = _planned(sizes, state.now, state.values, state.small)
-    flats = [gradient.reshape(-1) for gradient in gradients]  # where they are, unless their layout is another
+    flats = [gradient.reshape(-1) for gradient in gradients]  # in place, unless the gradient is not contiguous
     step, world = state.step, dist.get_world_size(state.group)
     state.step += bucket.is_last()
     sound = finite(buffer)
@@ -140,18 +141,18 @@ def sparse_hook(
             positions = None if part.how is None else select_topk(flat, part.how)
             put_part(row, part, positions, flat, state.values)
             continue
-        rate = 1.0  # the optimizer has it
+        rate = 1.0  # the optimizer applies the learning rate
         state.of(part.name).send_into(row[part.start : part.stop], flat, part.how, state.values, rate)
         row[part.flag].fill_(PRESENT)
         sent.append(part)
     seal(row, step, finite=sound)
     rows = row.new_empty(world * row.numel())
-    work = dist.all_gather_into_tensor(rows, row, group=state.group, async_op=True)
+    work = all_gather_flat(rows, row, state.group, async_op=True)
 
     def arrived(_: Any) -> torch.Tensor:
         came = rows.view(world, -1)
         _check(came, plan, step)
-        if not all_finite(came):  # whoever looks at the gradients sees it, on every rank; nobody has lost anything
+        if not all_finite(came):  # NaN gradients on every rank; the sent entries return to the residual
             for part in sent:
                 assert part.how is not None
                 state.of(part.name).give_back(*unpack(row[part.start : part.stop], part.how, state.values))
@@ -172,7 +173,7 @@ def sparse_hook(
     return future
 
 
-_planned = lru_cache(maxsize=256)(plan_bucket)  # the same in every step, but for a warm-up
+_planned = lru_cache(maxsize=256)(plan_bucket)  # the same in every step, except in the warm-up
 
 
 def _check(came: torch.Tensor, plan: Bucket, step: int) -> None:

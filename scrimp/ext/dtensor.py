@@ -1,8 +1,8 @@
-"""The DTensor door: `redistribute(dtensor, placements)` in place of `DTensor.redistribute`.
+"""`redistribute(dtensor, placements)`: replaces `DTensor.redistribute` by a scrimp move.
 
-DTensor splits a dim over several mesh dims by nested chunks: 5 rows over 2 x 2 devices are 3 + 2, then 2 + 1 and 1 + 1,
-where scrimp's tiles are 2 + 2 + 1 + 0. Where the two agree, the move is a scrimp program. Where they do not, it is one
-direct exchange between DTensor's own boxes, after the sums.
+DTensor splits a dim over several mesh dims by nested chunks: 5 rows over 2 x 2 devices are 3 + 2, then 2 + 1 and 1 + 1, where
+scrimp's tiles are 2 + 2 + 1 + 0. Where the two agree, the move is a scrimp program. Where they do not, it is one direct exchange
+between DTensor's own boxes, after the sums.
 """
 
 from __future__ import annotations
@@ -28,12 +28,22 @@ def redistribute(
     dtensor: DTensor, placements: Sequence[Placement], *, cluster: Cluster | None = None, direct: bool = True
 ) -> DTensor:
     """The same logical tensor with other placements; differentiable. Never holds more than the larger of the two
-    local tensors besides what it sends and receives, and moves no more bytes than it must."""
+    local tensors besides what it sends and receives, and moves no more bytes than it must.
+
+    >>> import scrimp, torch
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> weight = distribute_tensor(torch.ones(4, 4), DeviceMesh("cpu", [0]), [Shard(0)])
+    >>> scrimp.redistribute(weight, [Replicate()]).placements
+    (Replicate(),)
+    >>> dist.destroy_process_group()
+    """
     if not isinstance(dtensor, DTensor):
         raise MoveError(f"redistribute takes a DTensor, not {type(dtensor).__name__}; for plain tensors see synthesize")
     goal = _normal(placements, dtensor)
     if any(_special(placement) for placement in dtensor.placements):
-        # Norms, masked sums and the like know themselves how they are finished, each on its own mesh dim.
+        # Norms, masked sums and other reductions finish themselves, each on its own mesh dim.
         plain = [Replicate() if _special(placement) else placement for placement in dtensor.placements]
         dtensor = dtensor.redistribute(placements=plain)
     result: DTensor = _Redistribute.apply(dtensor, goal, cluster, direct)  # type: ignore[no-untyped-call]
@@ -74,9 +84,9 @@ def _normal(placements: Sequence[Placement], dtensor: DTensor) -> tuple[Placemen
                 )
             want = Shard(dim)
         elif _special(want) or (isinstance(want, Partial) and want != have):
-            raise MoveError(f"mesh dim {axis}: cannot make {want} of {have}; a move finishes partial sums or keeps them")
+            raise MoveError(f"mesh dim {axis}: cannot turn {have} into {want}; a move reduces partial sums or keeps them")
         elif not isinstance(want, (Replicate, Partial)):
-            raise MoveError(f"mesh dim {axis}: scrimp cannot place {want}; it knows Shard, Replicate and Partial")
+            raise MoveError(f"mesh dim {axis}: scrimp cannot place {want}; it supports Shard, Replicate and Partial")
         goal.append(want)
     return tuple(goal)
 
@@ -86,7 +96,7 @@ def _move(dtensor: DTensor, goal: tuple[Placement, ...], cluster: Cluster | None
     if device_mesh.get_coordinate() is None:
         raise MoveError(f"rank {dist.get_rank()} is not in the device mesh {device_mesh}")
     mesh = _mesh(device_mesh)
-    # Products, minima and maxima are finished first, one mesh dim at a time; sums and means belong to the move.
+    # Products, minima and maxima are reduced first, one mesh dim at a time; the move reduces sums and means.
     local, have = _finish_other_reductions(dtensor, goal)
     source = _layout(mesh, have, len(shape), shard_order(dtensor))
     target = _layout(mesh, goal, len(shape), None)
@@ -142,13 +152,13 @@ def _layout(mesh: Mesh, placements: Sequence[Placement], rank: int, order: dict[
         elif isinstance(placement, Partial):
             partial.append(mesh.names[axis])
         elif not isinstance(placement, Replicate):
-            raise MoveError(f"mesh dim {axis}: scrimp cannot read {placement}; it knows Shard, Replicate and Partial")
+            raise MoveError(f"mesh dim {axis}: scrimp cannot read {placement}; it supports Shard, Replicate and Partial")
     ordered = [order.get(dim, tuple(axes)) if order else tuple(axes) for dim, axes in enumerate(dims)]
     return Layout(dims=tuple(tuple(mesh.names[axis] for axis in axes) for axes in ordered), partial=tuple(partial))
 
 
 def _nested_box(layout: Layout, shape: Sequence[int], mesh: Mesh, rank: int) -> Box:
-    """What DTensor keeps on a rank: every axis in turn cuts what the ones before it left."""
+    """DTensor's box on a rank: each axis in turn splits the box that the axes before it left."""
 
     def spans() -> Iterator[tuple[int, int]]:
         for size, axes in zip(shape, layout.dims, strict=True):

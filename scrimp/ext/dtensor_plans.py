@@ -1,13 +1,13 @@
-"""What PyTorch's DTensor would do: its two redistribution planners, read without a cluster and without a GPU.
+"""The redistribution plans of PyTorch's DTensor: reads its two planners without a cluster and without a GPU.
 
-A plan is read from the planner itself, under a fake process group, priced as for 8 GPUs a host. Then it is replayed
-on layouts, and priced by one model for all peers. Elements received by the busiest device, for n devices on the
-axis and L elements on each before the step:
+A plan is read from the planner itself, under a fake process group, with its costs for 8 GPUs a host. Then it is replayed on
+layouts, and costed by one model for all peers. Elements received by the busiest device, for n devices on the axis and L elements
+on each before the step:
 
     all_gather (n-1) L    all_to_all, reduce_scatter (n-1)/n L    all_reduce 2 (n-1)/n L    slice, partial 0
 
-The peak is the largest local array before, between and after the steps; staging inside a step does not count.
-torch's private names stand in this file alone.
+The peak is the largest local array before, between and after the steps; staging inside a step does not count. This is the only
+file with torch's private names for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scrimp.layout import Layout, Mesh
 
 GPUS_PER_HOST = 8
 
-_NAMES = {  # what is looked for in torch, and where
+_NAMES = {  # torch's private names, and their modules
     "torch.distributed.device_mesh": ("init_device_mesh",),
     "torch.distributed.tensor": ("Partial", "Replicate", "Shard"),
     "torch.distributed.tensor._collective_utils": ("MeshTopoInfo",),
@@ -42,7 +42,7 @@ _NAMES = {  # what is looked for in torch, and where
 
 @dataclass(frozen=True, kw_only=True)
 class PeerPlan:
-    """What a peer would do, such as `("all_gather y dim 0", "all_to_all x dim 0 -> 1", "slice y dim 0")`."""
+    """A peer's plan, such as `("all_gather y dim 0", "all_to_all x dim 0 -> 1", "slice y dim 0")`."""
 
     steps: tuple[str, ...]
     received_numel: int
@@ -50,7 +50,7 @@ class PeerPlan:
 
 
 class _Step(NamedTuple):
-    """One mesh axis goes from one role to another: the dim it splits, None for replicas, "+" for a partial sum."""
+    """One mesh axis changes its role: the dim it splits, None for replicas, "+" for a partial sum."""
 
     axis: str
     src: int | str | None
@@ -82,7 +82,7 @@ def dtensor_plan(
 
 
 def naive_plan(shape: Sequence[int], mesh: Mesh, src: Layout | str, dst: Layout | str) -> PeerPlan:
-    """Sum what is partial, gather everything, then slice."""
+    """Reduces partial sums, gathers everything, then slices."""
     src, dst = _whole_axes(src, mesh, shape), _whole_axes(dst, mesh, shape)
     if src == dst:
         return _replay(shape, mesh, src, dst, [])
@@ -101,7 +101,7 @@ def fake_world(size: int) -> Iterator[None]:
     if dist.is_initialized():
         raise ScrimpError(
             f"a process group of {dist.get_world_size()} ranks ({dist.get_backend()}) is initialised; DTensor's plans are "
-            "read under a fake one: ask in a process of its own, or after destroy_process_group()"
+            "read under a fake one: call this in another process, or after destroy_process_group()"
         )
     _forget()
     dist.init_process_group("fake", store=private.FakeStore(), rank=0, world_size=size)
@@ -123,9 +123,9 @@ def _planned_steps(shape: Sequence[int], mesh: Mesh, src: Layout, dst: Layout, *
         strides = torch.empty(tuple(shape), device="meta").stride()
         meta = private.TensorMeta(torch.Size(shape), strides, torch.float32)
         specs = [_spec(private, _device_mesh(mesh), meta, layout, mesh) for layout in (src, dst)]
-        # A planner remembers the partial sums of earlier questions, so each question gets a new one.
+        # A planner caches the partial sums of earlier calls, so each call gets a new one.
         private.clear_redistribute_planner_cache()
-        # The planner takes the host's border from the number of GPUs it sees.
+        # The planner infers the host's size from the number of GPUs it sees.
         with (
             patch.object(torch.cuda, "device_count", lambda: GPUS_PER_HOST),
             private.use_min_cost_redistribution_plan(enabled=min_cost),
@@ -161,7 +161,7 @@ def _without_all_to_all(step: _Step) -> tuple[_Step, ...]:
 
 
 def _replay(shape: Sequence[int], mesh: Mesh, src: Layout, dst: Layout, steps: Sequence[_Step]) -> PeerPlan:
-    """Follow the steps from `src`, and be sure that they end at `dst`."""
+    """Replays the steps from `src`, and checks that they end at `dst`."""
     texts, received = [], 0
     now, local = src, src.local_numel(shape, mesh)
     peak = local
@@ -222,7 +222,7 @@ def _device_mesh(mesh: Mesh) -> Any:
 
 
 def _forget() -> None:
-    """Drop what is kept over calls and holds a device mesh of a world that ends, or prices of one that came before."""
+    """Clears caches that hold a device mesh of a world that ends, or costs of an earlier one."""
     _device_mesh.cache_clear()
     _private().clear_redistribute_planner_cache()
     _private().MeshTopoInfo.build_from_mesh.cache_clear()

@@ -34,9 +34,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from typing import Any, NoReturn, Self
 
-from scrimp.ext._rank_start import open_outputs, rank_context, take_over
+from scrimp.ext._rank_start import adopt, open_outputs, rank_context
 
-START_SECONDS = 120.0  # every rank imports torch at the same time, which is slow where cores are few
+START_SECONDS = 120.0  # all ranks import torch at the same time, which is slow on few cores
 CLOSE_SECONDS = 5.0
 DUMP_SECONDS = 1.0
 
@@ -44,40 +44,39 @@ DUMP_SECONDS = 1.0
 class RankFailure(RuntimeError):  # noqa: N818
     """Ranks raised or died. `failures`: rank -> traceback text, or how it died; in the order noticed, deaths first.
 
-    `standing`: rank -> stack of a rank that had no answer in the grace time after another one died.
+    `standing`: rank -> stack of a rank that did not reply in the grace time after another one died.
     """
 
     def __init__(self, job: str, world: int, failures: dict[int, str], standing: dict[int, str]) -> None:
         self.failures, self.standing = failures, standing
-        ranks_of: dict[str, list[int]] = {}  # many ranks often fail alike: show one text once
+        ranks_of: dict[str, list[int]] = {}  # ranks often fail alike: show each text once
         for rank, text in failures.items():
             ranks_of.setdefault(text, []).append(rank)
         parts = [f"{job}: {len(failures)} of {world} ranks failed"]
         parts += [text if text.startswith("rank ") else f"{_name(ranks)}:\n{text}" for text, ranks in ranks_of.items()]
-        parts += [f"rank {rank} gave no answer, it stood at:\n{stack}" for rank, stack in sorted(standing.items())]
+        parts += [f"rank {rank} did not reply, its stack:\n{stack}" for rank, stack in sorted(standing.items())]
         super().__init__("\n\n".join(parts))
 
 
 class RankTimeout(RuntimeError):  # noqa: N818
-    """Ranks gave no answer in time. `standing`: rank -> stack of such a rank; `failures`: as in RankFailure."""
+    """Ranks did not reply in time. `standing`: rank -> stack of such a rank; `failures`: as in RankFailure."""
 
     def __init__(self, job: str, world: int, seconds: float, failures: dict[int, str], standing: dict[int, str]) -> None:
         self.failures, self.standing = failures, standing
-        parts = [f"{job}: {len(standing)} of {world} ranks gave no answer within {seconds:g} s"]
+        parts = [f"{job}: {len(standing)} of {world} ranks did not reply within {seconds:g} s"]
         for rank in range(world):
             if rank in standing:
-                parts.append(f"rank {rank} stood at:\n{standing[rank]}")
+                parts.append(f"stack of rank {rank}:\n{standing[rank]}")
             else:
                 parts.append(f"rank {rank} failed:\n{failures[rank]}" if rank in failures else f"rank {rank} finished")
         super().__init__("\n\n".join(parts))
 
 
 class RankPool:
-    """`world` processes joined by gloo (or by NCCL, each on a GPU of its own as far as there are any), which take one
-    job at a time.
+    """`world` processes on gloo (or on NCCL, each on a GPU of its own as far as there are any), which run one job at a time.
 
-    `timeout_seconds` bounds each job unless `run` is told otherwise. `collective_timeout_seconds` (by default the
-    same) bounds each collective: make it the shorter one if ranks left alone in a collective are to raise on their own.
+    `timeout_seconds` bounds each job unless `run` overrides it. `collective_timeout_seconds` (by default the same) bounds each
+    collective: make it the shorter one if ranks left alone in a collective are to raise on their own.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class RankPool:
                 args = (rank, world, theirs, self._folder, collective, backend, dict(os.environ), outputs)
                 process = context.Process(target=_serve, args=args, name=f"rank-{rank}", daemon=True)
                 process.start()
-                theirs.close()  # else the end of the child would not end the pipe
+                theirs.close()  # else the child's exit would not close the pipe
                 self._processes.append(process)
             self._collect("start of the ranks", START_SECONDS, CLOSE_SECONDS, keep=False)
         except BaseException:
@@ -120,7 +119,7 @@ class RankPool:
 
     @property
     def closed(self) -> bool:
-        """Whether the pool takes no more jobs; a copy of it in a forked process takes none either."""
+        """Whether the pool rejects jobs; a copy of it in a forked process rejects them too."""
         return bool(self._ended) or self._owner != os.getpid()
 
     def run(
@@ -132,14 +131,14 @@ class RankPool:
         keep_after_failure: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call a module-level function on every rank, as fn(*args, **kwargs); the results in rank order.
+        """Calls a module-level function on every rank, as fn(*args, **kwargs); returns the results in rank order.
 
-        `target` is the function or "package.module:function". Raises RankFailure if a rank raised or died (after a
-        death the others have `grace_seconds` to answer), and RankTimeout if a rank did not answer in time.
+        `target` is the function or "package.module:function". Raises RankFailure if a rank raised or died (after a death the
+        others have `grace_seconds` to reply), and RankTimeout if a rank did not reply in time.
 
-        Either one closes the pool, since the ranks may be out of step: one may have left a collective that others
-        still count. `keep_after_failure=True` is the caller's word that the ranks are in step after a failure; then
-        a RankFailure in which every rank has answered leaves the pool open. A death or a time-out closes it always.
+        Either one closes the pool, since the ranks may be out of step: one may have left a collective in which others still wait.
+        With `keep_after_failure=True` the caller guarantees that the ranks are in step after a failure; then a RankFailure in
+        which every rank has replied leaves the pool open. A death or a time-out always closes it.
         """
         if self.closed:
             raise RuntimeError(f"this pool of {self.world} ranks is closed: {self._ended or 'it belongs to another process'}")
@@ -157,11 +156,11 @@ class RankPool:
         except (RankFailure, RankTimeout):
             raise
         except BaseException:
-            self._end(f"{name} was interrupted", kill=True)  # the ranks may be busy, and their answers would come late
+            self._end(f"{name} was interrupted", kill=True)  # the ranks may be busy, and would reply late
             raise
 
     def close(self) -> None:
-        """End the ranks and remove what they left; again and again does no harm."""
+        """Ends the ranks and removes their files; may be called again."""
         self._end("close() was called", kill=False)
 
     def __enter__(self) -> Self:
@@ -179,28 +178,28 @@ class RankPool:
         while pending and (left := deadline - time.monotonic()) > 0:
             sentinels = {self._processes[rank].sentinel for rank in pending}
             ready = set(wait([*sentinels, *(self._pipes[rank] for rank in pending)], left))
-            # The dead go first: what their peers raise is only the consequence.
+            # Dead ranks first: the errors of their peers are consequences.
             for rank in sorted(pending, key=lambda rank: (self._processes[rank].sentinel not in ready, rank)):
                 pipe, process = self._pipes[rank], self._processes[rank]
                 if pipe not in ready and process.sentinel not in ready:
                     continue
                 pending.discard(rank)
                 try:
-                    # A process that a dead rank forked can hold its pipe open: do not wait for the end of it.
-                    answer = pipe.recv_bytes() if pipe.poll() else b""
+                    # A process forked by a dead rank can hold its pipe open: do not wait for its end.
+                    reply = pipe.recv_bytes() if pipe.poll() else b""
                 except (EOFError, OSError):
-                    answer = b""
-                if answer[:1] == b"-":
-                    failures[rank] = answer[1:].decode()
-                elif answer:
+                    reply = b""
+                if reply[:1] == b"-":
+                    failures[rank] = reply[1:].decode()
+                elif reply:
                     try:
-                        results[rank] = pickle.loads(memoryview(answer)[1:])
+                        results[rank] = pickle.loads(memoryview(reply)[1:])
                     except Exception as error:
                         failures[rank] = "its result cannot be unpickled here:\n" + _brief(error)
                 else:
                     process.join(DUMP_SECONDS)
                     died.add(rank)
-                    crash = self._stack(rank)  # there is one if it was a segmentation fault or the like
+                    crash = self._stack(rank)  # written after a segmentation fault or the like
                     failures[rank] = f"rank {rank} died with exit code {process.exitcode}" + (crash and f":\n{crash}")
                     deadline = min(deadline, time.monotonic() + grace)
         if not pending and not failures:
@@ -220,7 +219,7 @@ class RankPool:
         return {rank: self._stack(rank) or "  (no stack: it was starting, stopped or gone)" for rank in ranks}
 
     def _stack(self, rank: int) -> str:
-        """What faulthandler wrote for a rank, without our own thread and without the frames below the job."""
+        """faulthandler's output for a rank, without our own thread and without the frames below the job."""
         try:
             with open(_stack_file(self._folder, rank), errors="replace") as file:
                 blocks = file.read().strip("\n").split("\n\n")
@@ -231,7 +230,7 @@ class RankPool:
             if " in _watch_parent" in block or block.startswith("Extension modules:"):
                 continue
             lines = block.split("\n")
-            below = (i for i, line in enumerate(lines) if 'ranks.py", ' in line and line.endswith((" in _call", " in _answer")))
+            below = (i for i, line in enumerate(lines) if 'ranks.py", ' in line and line.endswith((" in _call", " in _reply")))
             kept.append("\n".join(lines[: next(below, None)]))
         return "\n\n".join(kept)
 
@@ -259,7 +258,7 @@ _pools: dict[int, RankPool] = {}
 
 
 def pool(world: int) -> RankPool:
-    """The pool of this process with so many ranks; made if there is none, or if the last one was closed."""
+    """This process's pool with so many ranks; makes one if there is none, or if the last one was closed."""
     if world not in _pools or _pools[world].closed:
         _pools[world] = RankPool(world)
     return _pools[world]
@@ -288,7 +287,7 @@ def _stack_file(folder: str, rank: int) -> str:
     return os.path.join(folder, f"stack-{rank}")
 
 
-# What follows runs in the children.
+# The following functions run in the children.
 
 
 def _serve(
@@ -301,13 +300,13 @@ def _serve(
     environment: dict[str, str],
     outputs: dict[int, Connection],
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent sees to the ranks
-    take_over(environment, outputs)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends the ranks
+    adopt(environment, outputs)
     stacks = open(_stack_file(folder, rank), "w")  # noqa: SIM115 - faulthandler writes to it until the end
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_watch_parent, args=(folder,), daemon=True).start()
-    _answer(pipe, _join, rank, world, folder, collective, backend)
+    _reply(pipe, _join, rank, world, folder, collective, backend)
     while True:
         try:
             message = pipe.recv_bytes()
@@ -315,29 +314,29 @@ def _serve(
             _leave_orphaned(folder)
         if not message:
             break
-        _answer(pipe, _call, message)
+        _reply(pipe, _call, message)
     import torch.distributed as dist
 
     dist.destroy_process_group()
 
 
 def _join(rank: int, world: int, folder: str, collective: float, backend: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks share the cores, and threads of all would fight
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ranks share the cores, and their threads would compete
     if "GLOO_SOCKET_IFNAME" not in os.environ and any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the name of the host need not resolve to an address of it
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host name need not resolve to a local address
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)  # the main module may have imported torch already
     store = dist.FileStore(os.path.join(folder, "store"), world)  # type: ignore[attr-defined]
-    # Meet here first, so that a short time-out for collectives need not cover the slowest import.
+    # A barrier first, so that a short time-out for collectives need not cover the slowest import.
     store.set(f"up-{rank}", "1")
     store.wait([f"up-{other}" for other in range(world)], timedelta(seconds=START_SECONDS))
     limit = timedelta(seconds=collective)
     store.set_timeout(limit)
     if backend == "nccl":
         if torch.cuda.device_count() < world:
-            # NCCL refuses two ranks of a host on one GPU; as hosts of their own they talk over the loopback.
+            # NCCL refuses two ranks of a host on one GPU; with host ids of their own they use the loopback.
             os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
@@ -345,7 +344,7 @@ def _join(rank: int, world: int, folder: str, collective: float, backend: str) -
 
 def _call(message: bytes) -> Any:
     path, job = pickle.loads(message)
-    sys.path[:] = path  # first, since the job may name modules that only the parent's path of today finds
+    sys.path[:] = path  # first, since the job may need modules that only the parent's current path finds
     target, args, kwargs = pickle.loads(job)
     if isinstance(target, str):
         module, _, function = target.partition(":")
@@ -353,18 +352,18 @@ def _call(message: bytes) -> Any:
     return target(*args, **kwargs)
 
 
-def _answer(pipe: Connection, work: Callable[..., Any], *args: Any) -> None:
+def _reply(pipe: Connection, work: Callable[..., Any], *args: Any) -> None:
     try:
-        answer = b"+" + pickle.dumps(work(*args))
-    except BaseException as error:  # sys.exit() in a job is a failure of it, not the end of the rank
-        answer = b"-" + _brief(error).encode(errors="replace")
+        reply = b"+" + pickle.dumps(work(*args))
+    except BaseException as error:  # sys.exit() in a job fails the job and does not end the rank
+        reply = b"-" + _brief(error).encode(errors="replace")
     sys.stdout.flush()  # a rank may be killed later, and then its buffers are lost
     sys.stderr.flush()
-    pipe.send_bytes(answer)
+    pipe.send_bytes(reply)
 
 
 def _watch_parent(folder: str) -> None:
-    """End this rank with the process that made the pool, or with the server that forked the rank."""
+    """Ends this rank with the process that made the pool, or with the server that forked the rank."""
     maker, parent = multiprocessing.parent_process(), os.getppid()
     assert maker is not None
     while maker.is_alive() and os.getppid() == parent:
@@ -373,5 +372,5 @@ def _watch_parent(folder: str) -> None:
 
 
 def _leave_orphaned(folder: str) -> NoReturn:
-    shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
+    shutil.rmtree(folder, ignore_errors=True)  # no other process is left to do it
     os._exit(1)

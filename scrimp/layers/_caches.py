@@ -1,5 +1,5 @@
-"""No key-value caches while training: a layer that is recomputed would append to its cache a second time, and one that is
-not would keep copies of its keys and values that nobody reads."""
+"""Disables key-value caches while training: a recomputed layer would append to its cache a second time, and another layer would
+keep copies of its keys and values that nothing reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def no_caches(model: nn.Module) -> Iterator[None]:
-    """Hugging Face models take `use_cache` from their config where the call does not say it."""
+    """Sets `use_cache` in the config, which Hugging Face models read if the call does not set it."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
     caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     for config in caching:

@@ -1,9 +1,9 @@
-"""Finding layers: repeats are known by their structure, never by a class name.
+"""Finds the layers of a model by repeated structure, never by class names.
 
-Two modules are alike if their trees of parameters have the same names, shapes and dtypes. A module is a layer if it has
-a sibling alike (a block of a repeated stack), or if nothing below it repeats and it is no large part of the model. What
-is above the layers and owns parameters of its own is a layer of just those. Every parameter belongs to the first layer
-that owns it; a layer that shares one (tied weights) needs the owner too.
+Two modules are alike if their trees of parameters have the same names, shapes and dtypes. A module is a layer if it has a sibling
+that is alike (a block of a repeated stack), or if nothing below it repeats and it is not a large part of the model. A module
+above the layers that owns parameters directly is a layer of just those. Every parameter belongs to the first layer that owns it;
+a layer that shares one (tied weights) needs the owner too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGE_SHARE = 8  # a module with more than this share of the parameters is split
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """`path` is the module's name in the tree ('' for the root). `parameters` are names of the parameters it owns,
-    `shared` names of those it uses and another layer owns. `own` layers have direct parameters alone."""
+    `shared` names of those it uses and another layer owns. `own` layers have only the module's direct parameters."""
 
     path: str
     parameters: tuple[str, ...]
@@ -64,7 +64,7 @@ def _choose(path: str, module: nn.Module, chosen: list[tuple[str, bool]], large:
 
 
 def _runs(module: nn.Module) -> bool:
-    """Not a bare container: those are never called, so nothing could be brought before them."""
+    """Whether the module has a forward; a bare container is never called, so nothing could be fetched for it."""
     return type(module).forward is not nn.Module.forward
 
 

@@ -1,13 +1,13 @@
-"""A layout: for each dim the mesh axes it is split over, major first, and the axes it is a partial sum over.
+"""A layout: for each dim the mesh axes that shard it, major first, and the axes along which the array is a partial sum.
 
-    [x*y,-]      dim 0 over x then y, dim 1 whole
+    [x*y,-]      dim 0 over x then y, dim 1 unsharded
     [-,x]+y      dim 1 over x, and every device holds one summand of a sum over y
-    []           a scalar, held by all
+    []           a scalar, replicated on all devices
     [(-)(tp),dp] dim 0 is a product of two factors, the inner one over tp: a layout of the factored shape
 
-Axes that are not named hold replicas. A layout knows no mesh and no shape; its methods are given them.
-Tiles: a dim of size g over n devices has tiles of c = ceil(g / n), the k-th being [k*c, min((k+1)*c, g)),
-so that late tiles may be short or empty and rank 0 always holds a largest one.
+Axes that are not named hold replicas. A layout has no mesh and no shape; its methods take them as arguments. Tiles: a dim of size
+g over n devices has tiles of c = ceil(g / n), the k-th being [k*c, min((k+1)*c, g)), so that late tiles may be short or empty and
+rank 0 always holds a largest one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ _FACTORS = re.compile(r"(?:\([^()]*\))+")
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Build it with `Layout.parse("[x,-]+y")`. `dims` has one entry for each dim (for each factor of a
-    factored dim), `factors` says how many entries make up each dim and is empty when it is one each."""
+    factored dim), `factors` says how many entries make up each dim and is empty when it is one each.
+
+    >>> import scrimp
+    >>> mesh = scrimp.Mesh({"x": 2, "y": 4})
+    >>> layout = scrimp.Layout.parse("[x,-]")
+    >>> layout.local_shape((8, 6), mesh, rank=0), layout.replicas(mesh)
+    ((4, 6), 4)
+    """
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
@@ -69,7 +76,7 @@ class Layout:
         """How many entries a shape for this layout has (a factored dim counts once per factor)."""
         return len(self.dims)
 
-    # What a layout means on a mesh.
+    # Methods that need a mesh.
 
     def validate(self, mesh: Mesh, shape: Sequence[int] | None = None) -> None:
         """Raise a `LayoutError` unless the layout fits the mesh and, if given, the shape."""
@@ -92,11 +99,11 @@ class Layout:
                 raise LayoutError(f"shape {tuple(shape)}: {size!r} is not a size; sizes are whole numbers of 0 or more")
 
     def counts(self, mesh: Mesh) -> tuple[int, ...]:
-        """Into how many tiles each dim is cut."""
+        """The number of tiles along each dim."""
         return tuple(prod(mesh.axis_size(axis) for axis in axes) for axes in self.dims)
 
     def tile_index(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """Which tile of each dim a rank holds."""
+        """The index of a rank's tile along each dim."""
         index = []
         for axes in self.dims:
             k = 0
@@ -106,8 +113,8 @@ class Layout:
         return tuple(index)
 
     def tile(self, shape: Sequence[int], mesh: Mesh, rank: int, padded: Sequence[int] | None = None) -> Box:
-        """The part of the array that a rank holds, as [start, stop) per dim. `padded` sizes, where given, are
-        what is cut into tiles instead of the sizes themselves: inside a move all layouts share one padding."""
+        """A rank's part of the array, as [start, stop) per dim. `padded`: the sizes to cut into tiles instead of the array's own:
+        inside a move all layouts share one padding."""
         box = []
         for size, whole, count, k in zip(shape, padded or shape, self.counts(mesh), self.tile_index(mesh, rank), strict=True):
             chunk = -(-whole // count)
@@ -127,12 +134,12 @@ class Layout:
         )
 
     def replicas(self, mesh: Mesh) -> int:
-        """How many devices hold the same bytes."""
+        """The number of devices that hold the same bytes."""
         return mesh.size // prod(self.counts(mesh)) // prod(mesh.axis_size(axis) for axis in self.partial)
 
     def redundant_numel(self, shape: Sequence[int], mesh: Mesh) -> int:
         """Elements held over all devices beyond one copy of the array."""
-        copies = mesh.size // prod(self.counts(mesh))  # every tile of the grid is held this often
+        copies = mesh.size // prod(self.counts(mesh))  # each tile of the grid is held so often
         return (copies - 1) * prod(shape)
 
     def redundant_nbytes(self, shape: Sequence[int], mesh: Mesh, itemsize: int) -> int:
@@ -153,7 +160,7 @@ class Layout:
         )
 
     def merge(self, mesh: Mesh) -> Layout:
-        """The same layout with whole axes named wherever all of their sub-axes stand in order."""
+        """The same layout with complete runs of sub-axes replaced by their axis."""
         return Layout(
             dims=tuple(merge_axes(axes, mesh) for axes in self.dims),
             partial=merge_axes(self.partial, mesh),
@@ -178,7 +185,7 @@ def merge_axes(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
 
 
 def intersect(a: Box, b: Box) -> Box:
-    """What two boxes share; a side without overlap has length 0."""
+    """The intersection of two boxes; a side without overlap has length 0."""
     both = (((max(a0, b0)), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
     return tuple((start, max(start, stop)) for start, stop in both)
 

@@ -20,7 +20,13 @@ AXIS_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """`Mesh({"x": 2, "y": 4})`: 8 devices; rank = 4 * x + y."""
+    """`Mesh({"x": 2, "y": 4})`: 8 devices; rank = 4 * x + y.
+
+    >>> import scrimp
+    >>> mesh = scrimp.Mesh.parse("x=2,y=4")
+    >>> mesh.size, mesh.coordinate(5, "x"), mesh.coordinate(5, "y")
+    (8, 1, 1)
+    """
 
     axes: tuple[tuple[str, int], ...]
 
@@ -99,7 +105,7 @@ class Mesh:
         return self._entry(axis)[0]
 
     def axis_stride(self, axis: str) -> int:
-        """How far apart in the rank number two neighbours on this axis are."""
+        """The distance in rank number of two neighbours on this axis."""
         return self._entry(axis)[1]
 
     def coordinate(self, rank: int, axis: str) -> int:

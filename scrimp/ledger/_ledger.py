@@ -1,6 +1,6 @@
 """The ledger: every byte on a tier belongs to one kind. Predicted and measured ledgers are the same class.
 
-`peak` is the snapshot at the moment with the largest total; `peak_nbytes` is the number that must fit.
+`peak` is the snapshot with the largest total; `peak_nbytes` is the number that must fit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = ("parameters", "gradients", "optimizer", "residual", "activations", "tem
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Bytes by kind at one moment."""
+    """Bytes by kind at one point in time."""
 
     by_kind: tuple[tuple[str, int], ...]
     when: str
@@ -36,7 +36,7 @@ class Snapshot:
 
 @dataclass(kw_only=True)
 class Ledger:
-    """What one tier holds. `charge` and `free` keep it; nothing else changes it."""
+    """The bytes on one tier, by kind. Only `charge`, `free` and `move` change it."""
 
     tier: str
     now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -61,7 +61,7 @@ class Ledger:
             raise ScrimpError(f"the {self.tier} ledger holds {self.now[kind]} bytes of {kind}: more was freed than charged")
 
     def move(self, nbytes: int, *, source: str, target: str) -> None:
-        """The same bytes, now of another kind: a weight's slot that takes its gradient."""
+        """Change the kind of bytes in place: a weight's buffer that its gradient overwrites."""
         self.now[source] -= nbytes
         self.now[target] += nbytes
 
@@ -86,8 +86,8 @@ class Ledger:
 
 @dataclass(kw_only=True)
 class Books:
-    """The ledgers of one rank's tiers. What is asked of the books themselves is asked of the device's: its peak is the
-    number that must fit."""
+    """The ledgers of one rank's tiers. Attributes of `Books` itself are those of the device's ledger, whose peak is the number
+    that must fit."""
 
     device: Ledger
     host: Ledger = field(default_factory=lambda: Ledger(tier="host"))

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parses and formats sizes such as "24GiB"."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def format_least(nbytes: int) -> str:
-    """For a budget that is to be typed in: rounded up, to a thousandth of its unit, so that `parse_nbytes` gives no less."""
+    """Formats a budget for a user to type: rounded up to a thousandth of its unit, so that `parse_nbytes` gives no less."""
     unit, nbytes_of_unit = "B", 1
     for name in ("KiB", "MiB", "GiB", "TiB"):
         if nbytes >= 1024 * nbytes_of_unit:

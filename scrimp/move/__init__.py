@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from scrimp.move.run.comm import end_group
     from scrimp.move.run.many import redistribute_many
     from scrimp.move.run.run import run_between, run_program
-    from scrimp.move.run.torch_private import default_store, group_timeout
+    from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout
 
 __all__ = [
-    "ITEMSIZE", "MoveCost", "MoveCosts", "Program", "Step", "clear_program_cache", "default_store", "end_group",
-    "group_timeout", "lower_bound_numel", "redistribute_many", "run_between", "run_program", "synthesize", "tiles",
+    "ITEMSIZE", "MoveCost", "MoveCosts", "Program", "Step", "all_gather_flat", "clear_program_cache", "default_store",
+    "end_group", "group_timeout", "lower_bound_numel", "redistribute_many", "run_between", "run_program", "synthesize", "tiles",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -49,6 +49,7 @@ __getattr__ = lazily(
         "Program": "scrimp.move.program",
         "Step": "scrimp.move.program",
         "end_group": "scrimp.move.run.comm",
+        "all_gather_flat": "scrimp.move.run.torch_private",
         "redistribute_many": "scrimp.move.run.many",
         "run_between": "scrimp.move.run.run",
         "run_program": "scrimp.move.run.run",

@@ -1,8 +1,8 @@
-"""The checker: a program is right if each step obeys its typing rule and the chain ends in the target.
+"""The checker: a program is correct if each step obeys its typing rule and the chain ends in the target.
 
-It shares no code with the search. Sizes and bytes come from the rules, not from tiles, so that it also cross-checks
-the prices of `_steps`, which come from tiles. Only for arbitrary exchanges and unequal tiles are the ranks' own tiles
-compared, from mesh coordinates.
+It shares no code with the search. Sizes and bytes come from the rules, not from tiles, so that it also cross-checks the costs of
+`plan/steps.py`, which come from tiles. It compares the ranks' own tiles, from mesh coordinates, only for arbitrary exchanges and
+unequal tiles.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check(program: Program) -> None:
             fail(f"the local array has {local} elements, above the larger of source and target, {program.cap_numel}")
         received = _received(program, step)
         if received != step.received_numel:
-            fail(f"it says {step.received_numel} elements received, the rule gives {received}")
+            fail(f"it claims {step.received_numel} elements received, the rule gives {received}")
         current = step.after
     target = program.dst.split(mesh)
     if current != target:
@@ -57,13 +57,13 @@ def check(program: Program) -> None:
 
 
 def _check_ends(program: Program) -> None:
-    """Padded tiles must be the contract's tiles where the user sees them."""
+    """Padded tiles must equal the user's tiles at both ends."""
     if all(step.kind in UNTILED for step in program.steps) and program.padded == program.shape:
         return
     for layout in (program.src, program.dst):
         for size, whole, count in zip(program.shape, program.padded, layout.counts(program.mesh), strict=True):
             if count > 1 and -(-size // count) * count != whole:
-                raise MoveError(f"the program {program} pads {size} to {whole}, which is no tiling of {layout}")
+                raise MoveError(f"the program {program} pads {size} to {whole}, which does not tile {layout}")
 
 
 Fail = Callable[[str], None]
@@ -128,7 +128,7 @@ RULES: dict[str, Callable[[Program, Step, Fail], None]] = {
     "all_gather": _all_gather,
     "direct": _direct,
 }
-UNTILED = ("all_reduce", "direct")  # steps that do not ask a dim to be cut further, so tiles need not nest
+UNTILED = ("all_reduce", "direct")  # steps that do not cut a dim further, so tiles need not nest
 PHASE = {
     "slice": 0, "reduce_scatter": 1, "all_reduce": 1, "all_to_all": 2, "permute": 2, "exchange": 2, "all_gather": 3,
     "direct": 4,
@@ -136,7 +136,7 @@ PHASE = {
 
 
 def _same_but(step: Step, fail: Fail, *, popped: int | None = None, pushed: int | None = None, partial: tuple[str, ...]) -> None:
-    """`after` is `before` with the step's axes popped from one dim and pushed on another, and this partial."""
+    """`after` is `before` with the step's axes popped from one dim and pushed on another, and these partial axes."""
     if not step.axes:
         fail("it moves no axes")
     dims = [list(axes) for axes in step.before.dims]
@@ -151,7 +151,7 @@ def _same_but(step: Step, fail: Fail, *, popped: int | None = None, pushed: int 
         dims[pushed] += step.axes
     expected = Layout(dims=tuple(map(tuple, dims)), partial=partial, factors=step.before.factors)
     if expected != step.after:
-        fail(f"the rule gives {expected}, the step says {step.after}")
+        fail(f"the rule gives {expected}, the step has {step.after}")
 
 
 def _same_partial(step: Step, fail: Fail) -> None:
@@ -183,7 +183,7 @@ def _received(program: Program, step: Step) -> int:
 
 
 def _most_missing(program: Program, step: Step) -> int:
-    """The most that any rank's tile after the step has beyond its tile before."""
+    """The most elements of any rank's new tile outside its old tile."""
     mesh = program.mesh
     grid = np.unravel_index(np.arange(mesh.size), [mesh.axis_size(sub) for sub in mesh.sub_axes] or [1])
     coordinate = dict(zip(mesh.sub_axes, grid, strict=False))

@@ -1,4 +1,4 @@
-"""A program: the steps that take an array from one layout to another, with what they cost.
+"""A program: the steps that take an array from one layout to another, with their costs.
 
 Kinds of step (`axes` are prime sub-axes of the mesh, major first; a dim's axes are a stack with the minor one on top):
 
@@ -41,8 +41,8 @@ KINDS = (*FALL, *FLAT, "all_gather", "direct")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One operation, entered by every device of the mesh. `received_numel` and `messages` are those of the
-    device that receives most; layouts are over prime sub-axes."""
+    """One operation, entered by every device of the mesh. `received_numel` and `messages`: of the device that receives most;
+    layouts are over prime sub-axes."""
 
     kind: str
     before: Layout
@@ -55,7 +55,7 @@ class Step:
     seconds: float = 0.0
 
     def describe(self, mesh: Mesh) -> str:
-        """`all_to_all y, dim 0 -> 1`, with whole axes named where they are whole."""
+        """`all_to_all y, dim 0 -> 1`, with complete axes named where possible."""
         words = self.kind
         if self.axes:
             words += " " + "*".join(merge_axes(self.axes, mesh))
@@ -66,7 +66,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Made by `synthesize`. `src` and `dst` are as the user gave them."""
+    """Made by `synthesize`. `src` and `dst` are as the user gave them.
+
+    >>> import numpy, scrimp
+    >>> program = scrimp.synthesize((8, 8), scrimp.Mesh({"x": 2}), "[x,-]", "[-,x]")
+    >>> [part.shape for part in program.simulate(numpy.zeros((8, 8), dtype="float32"))]
+    [(8, 4), (8, 4)]
+    """
 
     shape: tuple[int, ...]
     padded: tuple[int, ...]
@@ -90,7 +96,7 @@ class Program:
 
     @property
     def cap_numel(self) -> int:
-        """What the array may never exceed on any device: the larger of source and target tile."""
+        """The limit of the array on every device: the larger of source and target tile."""
         return max(self.in_numel, self.out_numel)
 
     @cached_property
@@ -113,7 +119,7 @@ class Program:
 
     @cached_property
     def hash(self) -> str:
-        """The same on every rank exactly when the program is."""
+        """Equal on two ranks exactly when their programs are equal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -121,20 +127,20 @@ class Program:
         return f"{self.src} -> {self.dst} of {self.dtype}{list(self.shape)} on {self.mesh}: {steps}"
 
     def check(self) -> Program:
-        """Prove the program by the typing rules, apart from the search; raise `MoveError` if it is wrong."""
+        """Proves the program by the typing rules, independently of the search; raises `MoveError` if it is wrong."""
         from scrimp.move.checker import check
 
         check(self)
         return self
 
     def simulate(self, array: np.ndarray) -> list[np.ndarray]:
-        """Run all ranks in this process, by the meaning of the steps; the local array of every rank."""
+        """Runs all ranks in this process, by the definition of the steps; returns the local array of every rank."""
         from scrimp.move.simulator import simulate
 
         return simulate(self, array)
 
     def run(self, local: torch.Tensor, *, group: Any = None, donate: bool = False) -> torch.Tensor:
-        """Run this rank's part on `torch.distributed`; see `scrimp.move.run.run`."""
+        """Runs this rank's part on `torch.distributed`; see `scrimp.move.run.run`."""
         from scrimp.move.run.run import run_program
 
         return run_program(self, local, group=group, donate=donate)

@@ -1,8 +1,8 @@
-"""All ranks in one process, by the meaning of the steps: the oracle for the executor and the checker's twin.
+"""Simulates all ranks in one process, by the definition of the steps: the oracle for the executor and the checker.
 
-The meaning of a step is who may give to whom, and which global indices a rank holds after it. A rank's new tile is
-put together, index by index, from the old tiles of the ranks it may hear from; every index must be given, and where
-values are summed, each summand exactly once. Nothing here follows how `run` packs or sends.
+A step's definition gives the allowed senders of each rank, and the global indices that the rank holds after it. A rank's new tile
+is assembled, index by index, from the old tiles of its senders; every index must be given, and where values are summed, each
+summand exactly once. The code does not follow how `run` packs or sends.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def simulate(program: Program, array: np.ndarray) -> list[np.ndarray]:
 
 
 def scatter(program: Program, array: np.ndarray) -> list[np.ndarray]:
-    """The tiles of an array in the source layout. A partial sum gets summands that differ on every device and add
-    up to the array exactly (whole numbers, so that even floats do)."""
+    """The tiles of an array in the source layout. A partial sum gets summands that differ on every device and add up to the array
+    exactly (integers, so that even floats do)."""
     mesh, src = program.mesh, program.src
     summands = prod(mesh.axis_size(axis) for axis in src.partial)
     out = []
@@ -45,7 +45,7 @@ def scatter(program: Program, array: np.ndarray) -> list[np.ndarray]:
 
 
 def expected(program: Program, array: np.ndarray) -> list[np.ndarray]:
-    """What every rank must hold in the end, if the target has no partial sums."""
+    """Each rank's final tile, if the target has no partial sums."""
     return [array[_slices(program.dst.tile(program.shape, program.mesh, rank))] for rank in range(program.mesh.size)]
 
 
@@ -69,13 +69,13 @@ def _after(program: Program, step: Step, old: list[np.ndarray], rank: int) -> np
 
 
 def _givers(program: Program, step: Step, rank: int) -> Iterable[int]:
-    """Whom a rank hears from. Where several hold the same values, one of them."""
+    """The ranks that a rank receives from. Where several hold the same values, one of them."""
     mesh = program.mesh
     if step.kind == "slice":
         return [rank]
     if step.axes:
         return mesh.group(rank, step.axes)
-    # permute, exchange, direct: from anyone, but a value once; and partial sums stay in their own slice of the mesh.
+    # permute, exchange, direct: from any rank, but each value once; and partial sums stay in their own slice of the mesh.
     seen: set[Box] = set()
     givers = []
     for giver in [rank, *range(mesh.size)]:

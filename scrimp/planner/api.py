@@ -1,4 +1,4 @@
-"""`scrimp.plan`: from a model, a batch and a cluster to where every tensor is."""
+"""`scrimp.plan`: chooses the layout of every tensor from a model, an example batch and a cluster."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ Say = Callable[[str], None]
 
 
 class Memory(Protocol):
-    """The part of an engine's `Memory` that a plan reads."""
+    """The attribute of the engine's `Memory` that the planner reads."""
 
     @property
     def device(self) -> int | str: ...
 
 
-_SEARCH = 0.9  # the part of the time for searching; the rest is for the bound of the best
+_SEARCH = 0.9  # share of the time limit for the search; the rest is for the lower bound of the best plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSource:
-    """What a plan was made from, for who wants to know more."""
+    """The inputs and the solver result behind a plan: `explain`, `what_if` and `compare` read them."""
 
     graph: Graph
     assembly: Assembly
     problem: Problem
     solution: Solution
-    near: bool = False  # there were too many ways to split for all of them to be in the problem
-    searched: bool = False  # the mesh was not given
-    again: Callable[..., Plan] | None = None  # the same model with other settings: `plan_graph` but for what is changed
+    near: bool = False  # the problem holds a subset of the sharding options, because there were too many
+    searched: bool = False  # the planner chose the mesh
+    again: Callable[..., Plan] | None = None  # `plan_graph` bound to the same model; takes changed settings
 
 
 @renamed("scrimp.plan", PlanError, budget="memory='24GiB'", saving="activations={'keep', 'recompute'}", seconds="time_limit=60")
@@ -82,22 +82,32 @@ def plan(
     gap: float = 0.01,
     progress: Say | None = None,
 ) -> Plan:
-    """The sharding of every operator. `model` may be on meta, and gives a loss; `example_inputs`: a batch of all devices
-    together, as the model takes it, by position or by name. `cluster`: one, or the name of a preset. `mesh`: searched unless
-    given. `memory`: of a device, a size such as "24GiB" or the `Memory` of an engine; all of it if not given. `objective`:
-    "memory", the least peak, then the least time; "time", the least time within `memory`; "redundancy", the fewest bytes that
-    are there more than once. `optimizer`: `AdamW(...)`, `SGD(...)`, "adamw" or "sgd".
+    """Chooses the sharding of every operator, minimising peak memory or step time, with a proven optimality gap.
 
-    `activations`: what the planner may do with what the forward saves for the backward: "auto", or a set of "keep",
-    "recompute", "offload".
+    `model` returns a loss and may be on the meta device. `example_inputs`: the global batch as the model's forward takes it, by
+    position or by name. `cluster`: a `Cluster` or the name of a preset. `mesh`: searched unless given. `memory`: budget of one
+    device, a size such as "24GiB" or the `Memory` of an engine; by default all of the device's memory. `objective`: "memory"
+    minimises the peak, then time; "time" minimises time within `memory`; "redundancy" minimises replicated bytes. `optimizer`:
+    `AdamW(...)`, `SGD(...)`, "adamw" or "sgd".
 
-    `stages`: the devices in so many equal parts, each with some of the layers, one after the other; the mesh is then that of a
-    stage. `micro_batches`: equal parts of the batch, whose gradients are summed up. Of both "auto" tries a few. `interleave`: so
-    many pieces of the model a stage, which makes devices wait less and hold more.
+    `activations`: what the planner may do with activations saved for the backward: "auto", or a set of "keep", "recompute",
+    "offload".
 
-    `time_limit`: seconds for the search, after the model was captured. Known parallelisms are compared even if that takes
-    longer, and the plan is never worse than the best of them. `gap`: what is good enough. `progress` is told what is being
-    done, and how far the search is."""
+    `stages`: number of pipeline stages, each on an equal part of the devices; the mesh is then the mesh of one stage.
+    `micro_batches`: equal parts of the batch, whose gradients are accumulated. "auto" tries a few values of either. `interleave`:
+    model chunks per stage (interleaved 1F1B); more chunks shrink the bubble and raise memory.
+
+    `time_limit`: seconds for the search, after capture. The planner always evaluates the baselines (DDP, ZeRO, Megatron-LM), even
+    past the limit, and its plan is never worse than the best of them. `gap`: the search stops at this relative optimality gap.
+    `progress` receives one line of text per step of the search.
+
+    >>> import scrimp
+    >>> from scrimp import zoo
+    >>> batch = zoo.example_batch("gpt-tiny", batch=8)
+    >>> plan = scrimp.plan(zoo.build("gpt-tiny", layers=1), batch, "2xCPU", mesh="x=2", time_limit=1)
+    >>> plan.memory.peak_nbytes >= plan.bound_nbytes > 0
+    True
+    """
     start, say = time.perf_counter(), progress or (lambda words: None)
     check_request(
         model=model, example_inputs=example_inputs, cluster=cluster, mesh=mesh, objective=objective, optimizer=optimizer,
@@ -105,12 +115,12 @@ def plan(
     )  # fmt: skip
     ways = activations_of(activations, PlanError)
     if KEEP not in ways:
-        raise PlanError(f"activations={activations!r}: '{KEEP}' must be one of them, because some operators can do nothing else")
+        raise PlanError(f"activations={activations!r}: '{KEEP}' must be one of them, because some operators allow nothing else")
     kind = str(optimizer_name(optimizer))
     numbers = precision_of(precision, kind)
-    assert numbers is not None  # both names are known
+    assert numbers is not None  # check_request has checked both names
     cluster = Cluster.preset(cluster) if isinstance(cluster, str) else cluster
-    # Say what is wrong before anything takes long.
+    # Report wrong arguments before any long work begins.
     devices = 1 if cluster.hardware is None else cluster.hardware.devices
     tries = schedules(stages, micro_batches, interleave, devices, rows_of(example_inputs))
     for count in dict.fromkeys(count for count, _ in tries):
@@ -160,7 +170,7 @@ def _staged(
     gap: float,
     progress: Say | None,
 ) -> Plan:
-    """With stages, micro-batches, or both: the best of all meshes of a stage."""
+    """Plans with stages, micro-batches, or both: the best plan over all meshes of a stage."""
     deadline, say, (count, micro, interleave) = Deadline.after(time_limit), progress or (lambda words: None), schedule
     part, links = stage_cluster(cluster, count) if count > 1 else (cluster, (cluster.default,))
     meshes, layers = _meshes(part, mesh), Layers(graph)
@@ -196,7 +206,7 @@ def plan_graph(
     gap: float,
     progress: Say | None = None,
 ) -> Plan:
-    """Of what has been captured."""
+    """Plans a captured graph on the given mesh, or on every mesh of the cluster."""
     start, say, deadline = time.perf_counter(), progress or (lambda words: None), Deadline.after(time_limit)
     meshes, limit, layers = _meshes(cluster, mesh), limit_of(cluster, memory), Layers(graph)
     request = Request(
@@ -233,15 +243,15 @@ def plan_graph(
 
 
 def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], precision: Precision) -> Graph:
-    """With weights of the precision, none of which are made."""
+    """Captures the model with weights cast to `precision`; all weights are on meta, so none is allocated."""
     dtype = getattr(torch, precision.dtype)
 
     def cast(item: Any) -> Any:
         return item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
 
     if isinstance(example_inputs, Mapping):
-        return capture(_stand_in(model, dtype), (), {name: cast(item) for name, item in example_inputs.items()})
-    return capture(_stand_in(model, dtype), tuple(map(cast, example_inputs)))
+        return capture(_on_meta(model, dtype), (), {name: cast(item) for name, item in example_inputs.items()})
+    return capture(_on_meta(model, dtype), tuple(map(cast, example_inputs)))
 
 
 def _planned(best: Best, layers: Layers, cluster: Cluster, request: Request, optimizer: str) -> Plan:
@@ -274,7 +284,7 @@ def _best(found: Sequence[Plan], troubles: Sequence[FitError], objective: str) -
 
 
 def _nearest(troubles: Sequence[FitError]) -> FitError:
-    """If nothing fits: the trouble of that which was nearest."""
+    """The error of the attempt whose peak came nearest to the limit."""
     return min(troubles, key=lambda error: error.least_nbytes or inf)
 
 
@@ -290,7 +300,8 @@ def _meshes(cluster: Cluster, mesh: Mesh | str | None, where: str = "the cluster
 
 
 def limit_of(cluster: Cluster, memory: int | str | Memory | None) -> int:
-    """Bytes of a device that may be used. `memory`: a size, or the `Memory` of an engine, whose device counts here."""
+    """The bytes of a device that a plan may use. `memory`: a size, or the `Memory` of an engine, of which the device's part
+    counts."""
     size = memory if memory is None or isinstance(memory, (int, str)) else memory.device
     if size not in (None, "auto"):
         assert size is not None
@@ -299,12 +310,12 @@ def limit_of(cluster: Cluster, memory: int | str | Memory | None) -> int:
             raise PlanError(f"memory={memory!r}: give a size, such as '24GiB'")
         return limit
     if cluster.hardware is None:
-        raise PlanError("this cluster does not say what its devices have: give memory='24GiB', or take Cluster.preset('8xH100')")
+        raise PlanError("this cluster has no device memory size: give memory='24GiB', or use Cluster.preset('8xH100')")
     return cluster.hardware.device_memory_nbytes
 
 
-def _stand_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same modules with weights on meta."""
+def _on_meta(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the model whose parameters and buffers are on meta, floating-point ones in `dtype`."""
     memo: dict[int, Any] = {}
     tensors: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor in tensors.values():

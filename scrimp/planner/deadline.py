@@ -1,4 +1,4 @@
-"""When a search must end. Everything that searches after the capture asks one of these how many seconds are left."""
+"""The end of the time limit: every search after capture asks a `Deadline` how many seconds are left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Deadline:
-    """`at`: by `time.monotonic()`."""
+    """`at`: as `time.monotonic()` counts."""
 
     at: float
 
@@ -17,7 +17,7 @@ class Deadline:
         return cls(time.monotonic() + seconds)
 
     def left(self) -> float:
-        """Seconds; 0 where it has passed."""
+        """Remaining seconds; 0 once it has passed."""
         return max(self.at - time.monotonic(), 0.0)
 
     @property
@@ -25,5 +25,5 @@ class Deadline:
         return self.left() == 0
 
     def part(self, share: float) -> Deadline:
-        """An earlier one, after this share of the seconds that are left."""
+        """An earlier deadline, after this share of the remaining seconds."""
         return Deadline.after(self.left() * share)

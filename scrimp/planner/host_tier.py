@@ -1,4 +1,4 @@
-"""What a model that does not fit a cluster's devices is told: the engine needs no plan, and has a tier in the host's memory."""
+"""Advice for a model that does not fit the cluster's devices: the engine trains it without a plan, offloading to host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scrimp.planner.cost.zero_levels import Precision
 
 
 def host_tier(graph: Graph, cluster: Cluster, precision: Precision, limit_nbytes: int) -> str:
-    """To be put behind the words of an error."""
+    """The text that is appended to the error message."""
     numbers = {parameter.name: prod(parameter.shape) for parameter in graph.parameters if not parameter.buffer}
     trained = {parameter.name for parameter in graph.parameters if parameter.trained}
     nbytes = sum(
@@ -33,5 +33,5 @@ def host_tier(graph: Graph, cluster: Cluster, precision: Precision, limit_nbytes
 
 
 def _budget(nbytes: int) -> str:
-    """As `Memory` reads it."""
+    """The size in the format that `Memory` reads."""
     return f"{nbytes >> 30}GiB" if nbytes >= 1 << 30 else f"{max(nbytes >> 20, 1)}MiB"

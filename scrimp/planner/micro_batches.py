@@ -1,4 +1,4 @@
-"""Micro-batches of an example batch: its first rows."""
+"""Cuts a micro-batch out of an example batch: its first rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Example = Sequence[Any] | Mapping[str, Any]
 
 
 def rows_of(example: Example) -> int:
-    """Of the batch: the first dim of its first tensor that has one."""
+    """The batch size: the first dim of the first tensor that has one."""
     return next((tensor.shape[0] for tensor in _tensors(example) if tensor.dim()), 1)
 
 
 def micro_batch(example: Example, count: int) -> Example:
-    """One of so many; tensors without rows of the batch, such as a table of positions, are in each of them."""
+    """One of `count` micro-batches. Tensors without batch rows, such as a table of positions, stay as they are."""
     rows = rows_of(example)
     if rows % count:
-        raise PlanError(f"{count} micro-batches of {rows} rows: they must be equal")
+        raise PlanError(f"{rows} rows cannot be split into {count} equal micro-batches")
 
     def part(item: Any) -> Any:
         if isinstance(item, torch.Tensor):

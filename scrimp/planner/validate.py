@@ -1,6 +1,7 @@
-"""What `scrimp.plan` is asked, looked at before anything takes long: types, names and numbers that make no sense.
+"""Checks the arguments of `scrimp.plan` before any long work: wrong types, unknown names, numbers out of range.
 
-Torch is loaded only where a model is looked at, so that the command line can check names without it."""
+It imports torch only to check a model, so that the command line can check names without torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from scrimp.planner.solver.solve import MEMORY, REDUNDANCY, TIME
 
 
 class PlannedOptimizer(Protocol):
-    """The part of `AdamW` and `SGD` that a plan reads: how many fp32 numbers it keeps for each parameter."""
+    """The attributes of `AdamW` and `SGD` that the planner reads: how many fp32 states each parameter has."""
 
     @property
     def states(self) -> int: ...
@@ -27,14 +28,14 @@ class PlannedOptimizer(Protocol):
 
 
 def optimizer_name(optimizer: Any) -> Any:
-    """The planner's name of an optimizer object; anything else as it is."""
+    """The planner's name for an optimizer object; returns anything else unchanged."""
     states, state = getattr(optimizer, "states", None), getattr(optimizer, "state", None)
     if isinstance(optimizer, (str, type)) or states is None or state is None:
         return optimizer
     if state != "fp32":
-        raise PlanError(f"{type(optimizer).__name__}(state={state!r}): plans know fp32 states only; plan with state='fp32'")
+        raise PlanError(f"{type(optimizer).__name__}(state={state!r}): the planner has fp32 states only; plan with state='fp32'")
     if type(optimizer).__name__ == "SGD" and states == 0:
-        raise PlanError("SGD without momentum: plans count a momentum for each parameter; give SGD(momentum=0.9), or 'sgd'")
+        raise PlanError("SGD without momentum: the planner counts one momentum per parameter; give SGD(momentum=0.9), or 'sgd'")
     return {"AdamW": "adamw", "SGD": "sgd"}.get(type(optimizer).__name__, optimizer)
 
 
@@ -42,22 +43,22 @@ def check_request(
     *, model: Any, example_inputs: Any, cluster: Any, mesh: Any, objective: Any, optimizer: Any, precision: Any,
     time_limit: Any, gap: Any,
 ) -> None:  # fmt: skip
-    """Says what is wrong."""
+    """Raises `PlanError` for the first wrong argument."""
     from torch import nn
 
     if not isinstance(model, nn.Module):
-        made = f"the class {model.__name__}: make one of it" if isinstance(model, type) else f"{type(model).__name__}"
-        raise PlanError(f"model must be a torch.nn.Module, and is {made}")
+        made = f"the class {model.__name__}: give an instance" if isinstance(model, type) else f"{type(model).__name__}"
+        raise PlanError(f"model must be a torch.nn.Module, not {made}")
     _check_inputs(example_inputs)
     if not isinstance(cluster, (Cluster, str)):
-        raise PlanError(f"cluster must be a Cluster or the name of a preset, such as '8xH100', and is {type(cluster).__name__}")
+        raise PlanError(f"cluster must be a Cluster or the name of a preset, such as '8xH100', not {type(cluster).__name__}")
     if not (mesh is None or isinstance(mesh, (Mesh, str))) or (isinstance(mesh, str) and not mesh.strip()):
-        raise PlanError(f"mesh={mesh!r}: give a Mesh, or a text such as 'x=2,y=4'; without one it is searched for")
+        raise PlanError(f"mesh={mesh!r}: give a Mesh, or a text such as 'x=2,y=4'; leave it out to have it searched")
     check_names(precision=precision, optimizer=optimizer_name(optimizer), objective=objective, time_limit=time_limit, gap=gap)
 
 
 def check_names(*, precision: Any, optimizer: Any, objective: Any, time_limit: Any, gap: Any) -> None:
-    """What can be said without torch."""
+    """The checks that need no torch."""
     _check_name("precision", precision, PRECISIONS)
     _check_name("optimizer", optimizer, (*OPTIMIZERS,))
     _check_name("objective", objective, (MEMORY, TIME, REDUNDANCY))
@@ -76,7 +77,7 @@ def _check_inputs(inputs: Any) -> None:
         )
     if isinstance(inputs, str) or not isinstance(inputs, (Sequence, Mapping)):
         raise PlanError(
-            f"example_inputs must be a tuple of what the forward takes, or a dict by name, and is {type(inputs).__name__}"
+            f"example_inputs must be a tuple of what the forward takes, or a dict by name, not {type(inputs).__name__}"
         )
     for tensor in pytree.tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)):
         if isinstance(tensor, Tensor) and tensor.numel() == 0:
@@ -96,8 +97,7 @@ def _is_number(given: Any) -> bool:
 
 
 def batch_that_no_axis_divides(graph: Graph, mesh: Mesh) -> str | None:
-    """What is to be said where the rows of a batch cannot be shared out over any axis of a mesh: its devices then can only share
-    work by the other dims."""
+    """A warning text if no mesh axis divides the batch, else None: such a mesh can split work only along other dims."""
     rows = {value.shape[0] for value in graph.batch if value.shape}
     axes = [size for _, size in mesh.axes if size > 1]
     if len(rows) != 1 or not axes:
@@ -107,6 +107,6 @@ def batch_that_no_axis_divides(graph: Graph, mesh: Mesh) -> str | None:
         return None
     size = min(axes)
     return (
-        f"no axis of the mesh {mesh} divides the batch's {count} rows, so every device has all of them: give a multiple of "
+        f"no axis of the mesh {mesh} divides the batch's {count} rows, so every device holds all of them: give a multiple of "
         f"{size}, such as {max(1, round(count / size)) * size}"
     )

@@ -1,4 +1,4 @@
-"""What one member runs for its part of an operator."""
+"""`localize`: the local function of one rank for its shard of an operator."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _RUNS: dict[str, Runs] = {target: each for family in FAMILIES for target, each i
 def localize(
     op: Op, rule: Rule, split: Split, mesh: Mesh, rank: int, *, all_reduce: AllReduce, draw: Draw
 ) -> Callable[..., tuple[Any, ...]]:
-    """A function of the local tensors, in the order of `op.inputs`, to the local outputs, in the order of `op.outputs`. It
-    depends on the rank by its coordinates alone. `all_reduce(tensor, "sum" or "max", axes)` is called by operators that talk
-    inside, by all members in the same order; `draw(coordinates)` gives the generator of those that draw, by the coordinates
-    that tell tiles apart."""
+    """A function from the local tensors, in the order of `op.inputs`, to the local outputs, in the order of `op.outputs`. It
+    depends on the rank by its mesh coordinates alone. Operators with internal communication call `all_reduce(tensor, "sum" or
+    "max", axes)`, on all members in the same order; `draw(coordinates)` gives the generator of operators that draw random
+    numbers, by the coordinates that distinguish tiles."""
     call = bind(op)
     assert call is not None, op.target
     here = Here(call=call, rule=rule, split=split, mesh=mesh, rank=rank, all_reduce=all_reduce, draw=draw)

@@ -1,7 +1,7 @@
-"""Reference models, and data they can learn from that needs no download.
+"""Reference models, and generated data that they can learn from.
 
-The models are ordinary modules: they know nothing of scrimp. A loss is what `forward(inputs, targets)` returns. They may be
-built on `meta`: every module that holds parameters or buffers fills its own in `reset_parameters`, and nothing else does.
+The models are ordinary modules without scrimp imports. `forward(inputs, targets)` returns the loss. They may be built on `meta`:
+every module with parameters or buffers initialises its own in `reset_parameters`, and nothing else does.
 
 Models are loaded when first used, so that `config` and `names` need no torch.
 """

@@ -1,4 +1,4 @@
-"""Models and batches from the names of presets."""
+"""Builds models and example batches by preset name."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ _images = functools.cache(Images)
 
 
 def build(name: str, **overrides: object) -> nn.Module:
-    """`build("gpt-125m", layers=2)`: a fresh model, drawn from torch's default generator, on torch's default device."""
+    """A new model, such as `build("gpt-125m", layers=2)`, from torch's default generator, on torch's default device."""
     chosen = config(name, **overrides)
     return _MODELS[type(chosen)](chosen)
 
 
 def example_batch(name: str, batch: int = 2, step: int = 0, **overrides: object) -> tuple[Tensor, ...]:
-    """What the model's forward takes to return a loss, on the CPU; each step another. Give the overrides given to `build`."""
+    """Inputs of the model's forward that returns a loss, on the CPU; different for each step. Give the overrides given to
+    `build`."""
     chosen = config(name, **overrides)
     match chosen:
         case GPTConfig() | LlamaConfig() | MoEConfig():
@@ -59,7 +60,7 @@ def example_batch(name: str, batch: int = 2, step: int = 0, **overrides: object)
 
 
 def example_on_meta(name: str, batch: int, **overrides: object) -> tuple[Tensor, ...]:
-    """Shapes and dtypes of `example_batch`, of any size: nothing is allocated."""
+    """Shapes and dtypes of `example_batch`, of any size, on meta: nothing is allocated."""
     chosen = config(name, **overrides)
     sizes: list[tuple[tuple[int, ...], torch.dtype]]
     match chosen:

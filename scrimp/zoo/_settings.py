@@ -1,7 +1,7 @@
-"""What a setting of a model may be: its type, its range, how a text is read, and what is said if a value is none of these.
+"""Settings of a model: type, range, parsing of text, and the error for a wrong value.
 
-A field of a configuration is made by `whole`, `number`, `flag`, `one_of`, `widths` or `only_python`, and `Checked` looks at every
-value when a configuration is made. Torch is not loaded.
+`whole`, `number`, `flag`, `one_of`, `widths` or `only_python` make a field of a configuration, and `Checked` checks every value
+when a configuration is made. Torch is not loaded.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 LARGEST = 2**31 - 1
-DEEPEST = 10_000  # layers, or blocks of a stage: each is a module that is built
+DEEPEST = 10_000  # layers, or blocks of a stage: each is built as a module
 _KEY = "setting"
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """`words`: the values that are possible, to be read after "it is". `read`: of a text, the value, or the text itself."""
+    """`words`: the possible values, as text after "it is". `read`: parses a text; returns the text itself if it cannot."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -26,7 +26,7 @@ class Setting:
 
 
 class Checked:
-    """The base of configurations: a value that is not possible is a `ValueError` that says which are."""
+    """The base of configurations: a wrong value raises a `ValueError` that lists the possible ones."""
 
     def __post_init__(self) -> None:
         for name, setting in settings_of(self).items():
@@ -36,7 +36,7 @@ class Checked:
 
 
 def settings_of(config: Any) -> dict[str, Setting]:
-    """Of a configuration, or of its class, by name."""
+    """The settings of a configuration, or of its class, by name."""
     return {each.name: each.metadata[_KEY] for each in fields(config)}
 
 
@@ -45,7 +45,7 @@ def whole(default: int, *, most: int = LARGEST) -> Any:
 
 
 def number(default: float, least: float = 0.0, *, above: bool = False, below: float = float("inf")) -> Any:
-    """From `least` on (or `above` it), below another."""
+    """A number from `least` (or `above` it) to below `below`."""
 
     def accepts(value: Any) -> bool:
         return (
@@ -72,7 +72,7 @@ def one_of(default: str, *names: str) -> Any:
 
 
 def widths(default: tuple[Any, ...], *, nested: bool = False, most: int = LARGEST) -> Any:
-    """One whole number or more; `nested`: groups of them."""
+    """One or more whole numbers; `nested`: groups of them."""
     one = _whole(most)
 
     def row(value: Any) -> bool:
@@ -96,7 +96,7 @@ def widths(default: tuple[Any, ...], *, nested: bool = False, most: int = LARGES
 
 
 def only_python(default: Any) -> Any:
-    """A function: no text can be one."""
+    """A function, which cannot be given as text."""
     words = "None or a function, which only Python can give"
     return _field(default, Setting(words=words, accepts=lambda value: value is None or callable(value), read=str))
 

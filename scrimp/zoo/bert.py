@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from scrimp.zoo.configs import BertConfig
 from scrimp.zoo.gpt import MLP, Embedding
 
-IGNORE = -100  # the target of a token that need not be restored
+IGNORE = -100  # the target of a token that is not masked
 
 
 class Attention(nn.Module):

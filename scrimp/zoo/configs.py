@@ -1,4 +1,4 @@
-"""The configurations of the models and their presets. Torch is not loaded: the command line checks settings at once."""
+"""Configurations and presets of the models. Torch is not loaded, so that the command line checks settings at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scrimp.zoo._settings import DEEPEST, Checked, flag, number, one_of, only_py
 if TYPE_CHECKING:
     from torch import Tensor
 
-    # From what enters the head, the head's weight and the targets; how the logits are made and kept is its own affair.
+    # Of the head's input, the head's weight and the targets; the loss makes and keeps the logits itself.
     HeadLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 FUSED, EAGER = "fused", "eager"  # attention by one kernel, or by operators that make and save all scores
@@ -94,7 +94,7 @@ class ViTConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig(Checked):
-    """`stages` counts the blocks at each resolution. The small stem keeps the resolution of images that have little of it."""
+    """`stages`: number of blocks at each resolution. The small stem keeps the resolution of small images."""
 
     block: Literal["basic", "bottleneck"] = one_of("bottleneck", "basic", "bottleneck")
     stages: tuple[int, ...] = widths((3, 4, 6, 3), most=DEEPEST)
@@ -106,7 +106,7 @@ class ResNetConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class VGGConfig(Checked):
-    """`stages` holds the widths of the convolutions at each resolution; a max pool that halves it ends each stage."""
+    """`stages`: widths of the convolutions at each resolution; each stage ends in a max pool that halves it."""
 
     stages: tuple[tuple[int, ...], ...] = widths(((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3), nested=True)
     batch_norm: bool = flag(False)
@@ -196,14 +196,14 @@ def config(name: str, **overrides: object) -> Config:
     preset = _preset(name)
     _known(name, preset, overrides)
     try:
-        return replace(preset, **overrides)  # type: ignore[arg-type]  # the names are checked, and `Checked` looks at the values
+        return replace(preset, **overrides)  # type: ignore[arg-type]  # the names are checked, and `Checked` checks the values
     except ValueError as error:
         given = ", ".join(f"{key}={value}" for key, value in overrides.items())
         raise ScrimpError(f"{name} with {given}: {error}") from error
 
 
 def read(name: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Values of settings that are given as text, to override those of a preset; checked, alone and together."""
+    """Parses settings that are given as text, to override those of a preset; checks each, and all together."""
     preset = _preset(name)
     _known(name, preset, texts)
     settings = settings_of(preset)

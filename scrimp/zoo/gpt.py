@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 
 class Embedding(nn.Embedding):
-    """torch draws embeddings of variance 1, which would drown what the blocks add to the residual stream."""
+    """Initialised small: torch's embeddings of variance 1 would drown the blocks' additions to the residual stream."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
 
 class Head(nn.Linear):
-    """With targets the loss instead of logits: only here, where the weight is at home, may a loss of one's own use it."""
+    """With targets it returns the loss instead of logits: a custom loss may use the weight only here, where it is on the
+    device."""
 
     def __init__(self, dim: int, vocab: int, loss: HeadLoss | None) -> None:
         super().__init__(dim, vocab, bias=False)
@@ -57,8 +58,8 @@ class CausalAttention(nn.Module):
         return y
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Saved for the backward: q, k, v, the probabilities, which of them are dropped, and what is left of them. Scaling q and
-        adding what hides the future save nothing."""
+        """Saves for the backward: q, k, v, the probabilities, the dropout mask, and the probabilities after dropout. Scaling q
+        and adding the causal mask save nothing."""
         place = torch.arange(q.shape[-2], device=q.device)
         hidden = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(place > place[:, None], -torch.inf)
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2) + hidden
@@ -106,9 +107,10 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The root has no parameter of its own, but `to_empty` gives each place of a tied one a tensor of its own: tie anew.
+        """The root has no parameter of its own, but `to_empty` gives each use of a tied one a tensor of its own: this ties them
+        again.
 
-        The embedding takes the head's parameter, not the other way round, because the head is drawn last: so a model built
+        The embedding takes the head's parameter, not the other way round, because the head is initialised last: so a model built
         on `meta` and then reset module by module has the weights of one that was built at once.
         """
         if self.config.tie:

@@ -1,13 +1,13 @@
-"""Text from a small stochastic grammar whose entropy is known, so that a loss has a floor to be drawn.
+"""Text from a small stochastic grammar with known entropy, which is the lower bound of a model's loss.
 
-Token 0 ends a sentence. After a word comes token 0 with chance END, else one of BRANCH words that may follow it, with
-chances of their own; a sentence begins with one of the words that may follow token 0. So the text is a first-order Markov
-source. Its entropy rate is the mean over a sentence of the entropies of what may come next:
+Token 0 ends a sentence. After a word comes token 0 with probability END, else one of BRANCH successors, each with its own
+probability; a sentence begins with a successor of token 0. So the text is a first-order Markov source. Its entropy rate is the
+mean over a sentence of the entropies of the next token:
 
     entropy = sum_s visits(s) * H(next | s) / sum_s visits(s)
 
-where visits(s) is how often a sentence is expected to pass s, beginning at token 0. Since sentences are independent of each
-other, many are written at once: that is what makes long texts cheap.
+where visits(s) is the expected number of visits of s in a sentence, beginning at token 0. Sentences are independent of each
+other, so many are generated at once: that makes long texts cheap.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from scrimp.zoo.bert import IGNORE
 
 BRANCH = 4
 END = 1 / 8
-SETTLE = 128  # tokens left out at the start, so that a text may begin anywhere in a sentence, as if it had always gone on
+SETTLE = 128  # tokens dropped at the start, so that a text may begin anywhere in a sentence
 MASKED_SHARE = 0.15
 
 
 def generator(*key: object) -> torch.Generator:
-    """A generator of its own for each key. The seed is drawn from the key's text, so that no two keys share one by sum."""
+    """A generator per key, seeded by the key's text, so that different keys get different seeds."""
     return torch.Generator("cpu").manual_seed(random.Random(" ".join(map(str, key))).getrandbits(63))
 
 
@@ -60,12 +60,12 @@ class Grammar:
             self.unigram_entropy = float(-torch.special.xlogy(self.frequency, self.frequency).sum())
 
     def _frequency(self) -> Tensor:
-        """How often each token occurs in the long run: visits(s) over a sentence, found step by step, as parts of 1."""
+        """The stationary frequency of each token: visits(s) of a sentence by power iteration, normalised to 1."""
         at = torch.zeros(self.vocab, dtype=torch.float64)
         at[0] = 1.0
         visits = torch.zeros_like(at)
         follow, chance = self._next[:, 1:].flatten(), self._chance[:, 1:]
-        while at.sum() > 1e-16:  # what is left shrinks by END at each step
+        while at.sum() > 1e-16:  # the remaining mass shrinks by END at each step
             visits += at
             at = torch.zeros_like(at).index_add_(0, follow, (at[:, None] * chance).flatten())
         return visits / visits.sum()
@@ -81,11 +81,11 @@ class Grammar:
             while missing > 0:
                 parts.append(self._sentences(count, draw))
                 missing -= len(parts[-1])
-                count = min(2 * count, 8192)  # little work for a short text, little waiting for a long one
+                count = min(2 * count, 8192)  # little work for a short text, few rounds for a long one
             return torch.cat(parts)[SETTLE : SETTLE + length].clone()
 
     def _sentences(self, count: int, draw: torch.Generator) -> Tensor:
-        """`count` sentences, one after the other. All grow by a token at a time, until the last has ended."""
+        """`count` sentences in sequence. All grow by a token at a time, until the last has ended."""
         at = torch.zeros(count, dtype=torch.long)
         going = torch.ones(count, dtype=torch.bool)
         columns: list[Tensor] = []

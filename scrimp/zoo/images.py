@@ -1,7 +1,7 @@
 """Generated images with labels: stripes in a colour, with noise.
 
-A class has an angle, a pitch and a colour. Where its stripes lie is left to chance, so no pixel tells anything by itself:
-a model must look at neighbours, which small convolutions do.
+A class has an angle, a pitch and a colour. The stripes' offset is random, so no single pixel tells the class: a model must
+compare neighbours, which small convolutions do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NOISE = 0.5
 
 
 class Images:
-    """`seed` chooses the classes. Equal arguments give equal images; the first ones of a larger batch are the smaller one."""
+    """`seed` chooses the classes. Equal arguments give equal images; a larger batch begins with the smaller one."""
 
     def __init__(self, classes: int = 10, size: int = 32, seed: int = 0) -> None:
         self.classes = classes

@@ -11,7 +11,7 @@ from scrimp.zoo.gpt import Embedding, Head
 
 
 class Rotary(nn.Module):
-    """The angles by which pairs of a head's entries are turned, as tables that are computed, never stored or trained."""
+    """The rotation angles of pairs of a head's entries, as tables that are computed, never stored or trained."""
 
     cos: Tensor
     sin: Tensor
@@ -37,10 +37,10 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + half) of the last dim of x: batch, heads, seq, width."""
+    """Rotates the pairs (i, i + half) of the last dim of x: batch, heads, seq, width."""
     first, second = x.chunk(2, -1)
     rotated: Tensor = x * cos + torch.cat((-second, first), -1) * sin
-    return rotated.to(x.dtype)  # the tables are fp32; what is rotated keeps its own precision
+    return rotated.to(x.dtype)  # the tables are fp32; the result keeps x's dtype
 
 
 class Attention(nn.Module):

@@ -1,8 +1,8 @@
-"""A GPT whose MLPs are mixtures of experts: a router sends each token to its best two, an extra loss keeps them busy alike.
+"""A GPT with mixture-of-experts MLPs: a router sends each token to its best two experts, and an auxiliary loss balances the load.
 
-Every expert works on every token, and those not chosen count with weight 0. That costs experts / 2 times the arithmetic of
-sparse dispatch, but shapes never depend on the data, no token is dropped (so the model stays causal) and no sum depends on
-the order in which tokens arrive.
+Every expert runs on every token, and unselected ones count with weight 0. That costs experts / 2 times the arithmetic of sparse
+dispatch, but shapes never depend on the data, no token is dropped (so the model stays causal) and no sum depends on the order in
+which tokens arrive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # As nn.Linear draws each expert's matrix; its own init would take the batch of experts for an input dim.
+        # nn.Linear's initialisation for each expert's matrix; on the stack it would take the batch of experts for an input dim.
         for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
             bound = weight.shape[1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
@@ -40,7 +40,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Gives the mixed output and the extra loss: 1 when all experts are used alike, more the fewer of them do the work."""
+    """Returns the mixed output and the auxiliary loss: 1 when all experts have the same load, more otherwise."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Mixture(nn.Module):
         best, which = scores.topk(self.chosen, -1)
         choice = F.one_hot(which, scores.shape[-1]).to(scores.dtype)
         gates = torch.einsum("tk,tke->te", best.softmax(-1), choice)
-        # The share of tokens an expert gets has no gradient; the share of probability beside it has.
+        # An expert's share of tokens has no gradient; its share of probability has.
         share, odds = choice.mean((0, 1)), scores.softmax(-1).mean(0)
         balance = (share * odds).sum() * scores.shape[-1]
         return self.experts(flat, gates).view_as(x), balance

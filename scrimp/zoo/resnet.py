@@ -11,7 +11,8 @@ from scrimp.zoo.configs import ResNetConfig
 
 
 class Conv(nn.Conv2d):
-    """Keeps the variance of gradients through ReLUs, which torch's own draw does not; deep stacks do not train without."""
+    """Initialised to keep the variance of gradients through ReLUs, which torch's default does not; deep stacks need it to
+    train."""
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
@@ -20,7 +21,7 @@ class Conv(nn.Conv2d):
 
 
 class ConvNorm(nn.Module):
-    """A convolution that keeps the size but for its stride, then batch norm."""
+    """A convolution that keeps the size except for its stride, then batch norm."""
 
     def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1) -> None:
         super().__init__()

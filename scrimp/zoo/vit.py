@@ -18,7 +18,7 @@ class Patches(nn.Module):
         count = (config.image // config.patch) ** 2
         self.first = nn.Parameter(torch.empty(1, 1, config.dim))
         self.positions = nn.Parameter(torch.empty(1, 1 + count, config.dim))
-        # Before the convolution draws: a walk over modules meets the parent first, and the draws should come in that order.
+        # Before the convolution: a walk over modules visits the parent first, and the random draws should come in that order.
         self.reset_parameters()
         self.project = nn.Conv2d(3, config.dim, config.patch, stride=config.patch)
 

@@ -78,7 +78,7 @@ def test_a_letters_entropy_is_that_of_its_text() -> None:
         start = end + 1
     assert found == spelt.grammar.tokens(40_000, seed=3).tolist()
     pairs = torch.zeros(8, 8, dtype=torch.float64)
-    pairs.index_put_((torch.tensor(found[:-1]), torch.tensor(found[1:])), torch.ones((), dtype=torch.float64), micro_batches=True)
+    pairs.index_put_((torch.tensor(found[:-1]), torch.tensor(found[1:])), torch.ones((), dtype=torch.float64), accumulate=True)
     chance = pairs / pairs.sum(1, keepdim=True)
     surprise = -(pairs * torch.where(chance > 0, chance, 1).log()).sum()
     assert float(surprise / len(text)) == pytest.approx(spelt.entropy, rel=0.02)

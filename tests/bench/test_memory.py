@@ -166,7 +166,7 @@ def attempts(need: Callable[[int], int]) -> Callable[[int, int], Trial]:
 
     def attempt(budget: int, accumulate: int) -> Trial:
         peak = max(need(accumulate), int(0.9 * budget)) if need(accumulate) <= budget else None
-        return Trial(budget_nbytes=budget, batch=32, micro_batches=accumulate, peak_nbytes=peak)
+        return Trial(budget_nbytes=budget, batch=32, accumulate=accumulate, peak_nbytes=peak)
 
     return attempt
 
@@ -198,20 +198,20 @@ def test_a_step_and_a_batch_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
         assert batch % accumulate == 0
         peak, why = 10 + batch // accumulate, "RunError: broken" if accumulate == 16 else ""
         why = why or ("" if peak <= budget else "FitError: too much")
-        given = {"budget_nbytes": budget, "batch": batch, "micro_batches": accumulate}
+        given = {"budget_nbytes": budget, "batch": batch, "accumulate": accumulate}
         return Trial(**given, peak_nbytes=None if why else peak, why=why)
 
     monkeypatch.setattr(memory_run, "trial", fake)
     case = Case(model_name="vgg16", small=True, precision="bf16", batch=32)
     found = memory_run.step(SCRIMP, case, {"peak_nbytes": 100}, 10)
-    assert (found["peak_nbytes"], found["micro_batches"]) == (11, 32)
+    assert (found["peak_nbytes"], found["accumulate"]) == (11, 32)
     assert found["wrong"] == ["RunError: broken"]
     assert "WRONG: step, vgg16 bf16: RunError: broken" in tables([row_for("step", SCRIMP, case, **found)])
     assert "failed" in memory_run.step(SCRIMP, case, {"peak_nbytes": 10}, 10)
     found = memory_run.batch(SCRIMP, case, {"peak_nbytes": 60, "batch": 33}, 10)
-    assert (found["batch"], found["wanted"], found["micro_batches"]) == (49, 132, 4)
+    assert (found["batch"], found["wanted"], found["accumulate"]) == (49, 132, 4)
     found = memory_run.batch(SCRIMP, case, {"peak_nbytes": 60, "batch": 10}, 10)
-    assert (found["wanted"], found["micro_batches"]) == (40, 1)
+    assert (found["wanted"], found["accumulate"]) == (40, 1)
 
 
 def row_for(part: str, name: str, case: Case = ONE, **said: Any) -> dict[str, Any]:
@@ -222,10 +222,10 @@ def row_for(part: str, name: str, case: Case = ONE, **said: Any) -> dict[str, An
 def rows_of() -> list[dict[str, Any]]:
     picture = replace(ONE, model_name="vgg16", precision="bf16", batch=32)
     tried = [
-        Trial(budget_nbytes=500, batch=32, micro_batches=2, peak_nbytes=190),
-        Trial(budget_nbytes=150, batch=32, micro_batches=4, peak_nbytes=None),
+        Trial(budget_nbytes=500, batch=32, accumulate=2, peak_nbytes=190),
+        Trial(budget_nbytes=150, batch=32, accumulate=4, peak_nbytes=None),
     ]
-    tried += [Trial(budget_nbytes=150, batch=32, micro_batches=8, peak_nbytes=140)]
+    tried += [Trial(budget_nbytes=150, batch=32, accumulate=8, peak_nbytes=140)]
     trials = [asdict(each) for each in tried]
     return [
         row_for("exchange", "DDP", peak_nbytes=420, weights_nbytes=100),
@@ -233,9 +233,9 @@ def rows_of() -> list[dict[str, Any]]:
         row_for("exchange", "scrimp, bf16 residual", peak_nbytes=265, weights_nbytes=100, ledger_nbytes=264, host_tier_nbytes=0),
         row_for("exchange", "scrimp, fp32 residual", skipped="not there yet"),
         row_for("step", DGC, picture, peak_nbytes=1000),
-        row_for("step", SCRIMP, picture, peak_nbytes=140, micro_batches=8, trials=trials),
+        row_for("step", SCRIMP, picture, peak_nbytes=140, accumulate=8, trials=trials),
         row_for("batch", DGC, picture, batch=33, budget_nbytes=1000),
-        row_for("batch", SCRIMP, picture, batch=120, budget_nbytes=1000, wanted=132, micro_batches=2, trials=[]),
+        row_for("batch", SCRIMP, picture, batch=120, budget_nbytes=1000, wanted=132, accumulate=2, trials=[]),
     ]
 
 

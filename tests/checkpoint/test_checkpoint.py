@@ -85,7 +85,7 @@ def test_a_flipped_bit_a_lost_file_and_another_model_are_refused(tmp_path: Path)
         trained(steps=0, optimizer=SGD()).load(tmp_path / "ckpt")
 
 
-def save_and_die(folder: str, schedule_step: int, threads: int) -> None:
+def save_and_die(folder: str, moment: int, threads: int) -> None:
     """In a process of its own: a second save, which ends by kill -9 at the given one of its calls. `threads`: of who compares."""
     torch.set_num_threads(threads)
     engine = trained()
@@ -97,7 +97,7 @@ def save_and_die(folder: str, schedule_step: int, threads: int) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls == schedule_step:
+            if calls == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **kwargs)
 
@@ -111,8 +111,8 @@ def save_and_die(folder: str, schedule_step: int, threads: int) -> None:
 
 
 @pytest.mark.parametrize("moment", range(1, 12))
-def test_kill_9_at_any_moment_of_a_save(schedule_step: int, tmp_path: Path) -> None:
-    process = rank_context().Process(target=save_and_die, args=(str(tmp_path / "ckpt"), schedule_step, torch.get_num_threads()))
+def test_kill_9_at_any_moment_of_a_save(moment: int, tmp_path: Path) -> None:
+    process = rank_context().Process(target=save_and_die, args=(str(tmp_path / "ckpt"), moment, torch.get_num_threads()))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -48,7 +48,7 @@ USAGE = [
     (["probe", "--device", "cuda:-1"], "write cpu, cuda, or a GPU by its number, such as cuda:1"),
     (["probe", "--device", "cpu", "--disk", "/nowhere"], "--disk /nowhere: there is no such folder"),
     (["probe", "--device", "cpu", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
-    (["rules", "check", "mm", "--shapes", "4*6"], "'4*6' is no shape"),
+    (["rules", "check", "mm", "--shapes", "4*6"], "'4*6' is not a shape"),
     (["rules", "check", "mm", "--shapes", "4x6:flaot32"], "no dtype 'flaot32'; did you mean float32"),
     (["rules", "check", "mm", "--set", "=1"], "write it as name=value"),
     (["rules", "check", "mm", "--load", ""], "give the name of a Python module"),
@@ -56,7 +56,7 @@ USAGE = [
     (["rules", "discover", "mm", "--load", "no_such_module"], "No module named 'no_such_module'"),
     ([*PLAN, "--out", "/nowhere/at/all.json"], "--out /nowhere/at/all.json: there is no folder /nowhere/at"),
     ([*PLAN, "--mesh", "x=16"], "mesh x=16 has 16 devices, the cluster 8"),
-    ([*PLAN, "--mesh", " "], "without --mesh it is searched for"),
+    ([*PLAN, "--mesh", " "], "leave out --mesh to have it searched"),
     ([*PLAN, "--memory", "lots"], "'lots' is not a size"),
     ([*PLAN, "--budget", "1GiB"], "--budget is now --memory"),
     ([*PLAN, "--seconds", "5"], "--seconds is now --time-limit"),
@@ -67,12 +67,12 @@ USAGE = [
     ([*PLAN, "--time-limit", "inf"], "give a finite number"),
     ([*PLAN, "--stages", "²"], "it is a number of 1 or more, or 'auto'"),
     ([*PLAN, "--stages", LONG], "it is a number of 1 or more, or 'auto'"),
-    ([*PLAN, "--stages", "3"], "stages are equal parts"),
-    ([*PLAN, "--micro-batches", "5"], "take 4 or 8"),
-    ([*PLAN, "--stages", "2", "--what-if", "+1GiB"], "--what-if is answered for plans without stages"),
-    ([*PLAN, "--what-if", "-1 node"], "there must be one node at least"),
+    ([*PLAN, "--stages", "3"], "do not divide equally"),
+    ([*PLAN, "--micro-batches", "5"], "use 4 or 8"),
+    ([*PLAN, "--stages", "2", "--what-if", "+1GiB"], "--what-if does not support stages"),
+    ([*PLAN, "--what-if", "-1 node"], "at least one node must remain"),
     ([*PLAN, "--what-if", "more"], "'+2GiB'"),
-    ([*PLAN, "--stages", "2", "--micro-batches", "4", "--interleave", "2", "--explain", "blocks.0"], "without --interleave"),
+    ([*PLAN, "--stages", "2", "--micro-batches", "4", "--interleave", "2", "--explain", "blocks.0"], "does not support --interleave"),
     ([*PLAN, "--seq", "64"], "for gpt-tiny write --set seq=64"),
     ([*PLAN, "--set", "layers"], "write it as name=value"),
     ([*PLAN, "--set", "layers=2", "--set", "layers=3"], "layers is set twice"),
@@ -168,7 +168,7 @@ def test_names_to_explain_are_checked_before_the_search(monkeypatch: pytest.Monk
 def test_files_that_are_no_plans(text: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(text)
-    assert f"{file}: this is no plan as scrimp writes it" in scrimp("diff", str(file), str(file), code=2).stderr
+    assert f"{file}: this is not a plan file of scrimp" in scrimp("diff", str(file), str(file), code=2).stderr
 
 
 def test_modules_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_a_bug_is_one_line_and_the_traceback_on_request(monkeypatch: pytest.Monk
     ("error", "code", "says"),
     [
         (KeyboardInterrupt(), 130, "interrupted\n"),
-        (MemoryError(), 1, "error: the memory of this machine ran out; ask for less, or use a machine with more\n"),
+        (MemoryError(), 1, "error: this machine ran out of memory; use smaller sizes, or a machine with more\n"),
         (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
         (ScrimpError("it failed"), 1, "error: it failed\n"),
     ],

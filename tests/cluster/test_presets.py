@@ -16,7 +16,7 @@ from scrimp.errors import ScrimpError
 from scrimp.layout import Mesh
 from scrimp.move import synthesize
 
-DOC = Path(__file__).parents[2] / "docs" / "clusters.md"
+DOC = Path(__file__).parents[2] / "docs" / "explanation" / "cluster.md"
 
 
 def built(cluster: Cluster) -> Hardware:
@@ -94,12 +94,12 @@ def test_a_kind_gives_what_a_file_leaves_out() -> None:
         ("nodes = 4\n", "", r"'nodes' is missing"),
         ("nodes = 4", "nodes = 0", r"'nodes': 0 is not a whole number"),
         ("nodes = 4", "nodes = true", r"'nodes': True is not"),
-        ("nodes = 4", "nods = 4", r"'nods' is not known; here may stand kind, nodes, devices_per_node, device, host"),
+        ("nodes = 4", "nods = 4", r"'nods' is unknown; the top level may have kind, nodes, devices_per_node, device, host"),
         ('kind = "A100-80"', "kind = 3", r"'kind': 3 is not a text"),
         ('memory = "80GiB"', 'memory = "80 apples"', r"'device\.memory': '80 apples' is not a size"),
         ("bf16_tflops = 312", "bf16_tflops = -1", r"'device\.bf16_tflops': -1 is not a number above 0"),
         ("bf16_tflops = 312", 'bf16_tflops = "fast"', r"'device\.bf16_tflops': 'fast' is not a number"),
-        ("bf16_tflops = 312", "tflops = 312", r"'device\.tflops' is not known; \[device\] may stand memory, bf16_tflops"),
+        ("bf16_tflops = 312", "tflops = 312", r"'device\.tflops' is unknown; \[device\] may have memory, bf16_tflops"),
         ("latency_us = 5", "latency_us = -5", r"'inside\.latency_us': -5 is not a number of 0 or more"),
         ("matmul = 0.6", "matmul = 1.5", r"matmul=1\.5"),
         ("[shares]", "[shares", r"is not TOML"),
@@ -216,7 +216,7 @@ def test_seconds_of_an_operator() -> None:
     assert cluster.compute_seconds(flops, nbytes, "float32") == pytest.approx(flops / (19.5e12 * 0.6) + 5e-6)
     assert cluster.compute_seconds(8192, nbytes) == pytest.approx(nbytes / (2039e9 * 0.8) + 5e-6)
     assert cluster.compute_seconds(0, 0) == 5e-6
-    with pytest.raises(ScrimpError, match=r"compute_seconds needs to know the hardware.*preset"):
+    with pytest.raises(ScrimpError, match=r"compute_seconds needs device data.*preset"):
         Cluster().compute_seconds(1, 1)
 
 
@@ -246,5 +246,5 @@ def test_a_path_is_a_path_and_json_is_read(tmp_path: Path) -> None:
     with pytest.raises(ScrimpError, match=r"a=b\.json is not JSON"):
         Cluster.load(written)
     written.write_text('{"format": "scrimp.cluster", "version": 2}')
-    with pytest.raises(ScrimpError, match=r"a=b\.json is no cluster as `to_json` writes it: KeyError 'default'"):
+    with pytest.raises(ScrimpError, match=r"a=b\.json is not a cluster of `to_json`: KeyError 'default'"):
         Cluster.load(written)

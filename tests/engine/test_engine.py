@@ -277,7 +277,7 @@ def test_it_does_not_fit() -> None:
         engine_for(model_of("gpt-tiny"), "1KiB")
     engine = engine_for(model_of("gpt-tiny"), "60KiB", activations="keep", precision="fp32")
     before = engine.state_dict()
-    with pytest.raises(FitError, match=r"step 0 needs .* the budget is 60.0 KiB .*activations.*recompute='all'"):
+    with pytest.raises(FitError, match=r"step 0 needs .* the budget is 60.0 KiB .*Use activations='auto' or a smaller batch"):
         engine.step(*batches_of("gpt-tiny")[0])
     assert_same(engine.state_dict(), before)
 
@@ -356,7 +356,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_named() -> None:
     [
         (lambda: engine_for(Spiky(), precision="fp8"), ["'fp8'", "'bf16'"]),
         (lambda: engine_for(Spiky(), micro_batches=0), ["micro_batches=0"]),
-        (lambda: engine_for(Spiky(), recompute="some"), ["'some'", "'auto'"]),
+        (lambda: engine_for(Spiky(), activations="some"), ["'some'", "'auto'"]),
         (lambda: engine_for(Spiky(), clip_norm=0.0), ["clip_norm=0.0"]),
         (lambda: engine_for(Spiky(), optimizer=AdamW(groups=[("nope*", {})])), ["nope*", "6", "layers.0.weight"]),
         (lambda: engine_for(Spiky(), optimizer=AdamW(groups=[("*", {"momentum": 1})])), ["momentum", "weight_decay"]),

@@ -370,7 +370,7 @@ def test_a_step_that_is_tried_again_counts_once() -> None:
 
 def test_modes_are_the_users() -> None:
     engine = engine_for(net().eval())
-    with pytest.warns(UserWarning, match=r"trained in eval mode.*engine\.model\.train\(\)"):
+    with pytest.warns(UserWarning, match=r"trained in eval mode.*call model\.train\(\)"):
         engine.step(*BATCHES[0])
     engine.step(*BATCHES[0])
     assert not any(module.training for module in engine._run.model.modules())

@@ -134,7 +134,7 @@ def test_inputs_can_stay_in_their_own_precision() -> None:
         (lambda: engine_of(optimizer=AdamW(lr=-1)), r"AdamW\(lr=-1\) is not possible"),
         (lambda: engine_of(optimizer=AdamW(betas=(2, 3))), r"AdamW\(betas=\(2, 3\)\) is not possible"),
         (lambda: engine_of(device="tpu"), "tpu"),
-        (lambda: engine_of(engine_of().model), "another engine has taken this model over"),
+        (lambda: engine_of(engine_of()._run.model), "another engine has taken this model over"),
     ],
 )
 def test_refused_at_the_door(make: Any, words: str) -> None:

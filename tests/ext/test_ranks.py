@@ -162,7 +162,7 @@ def test_a_hang_is_ended_in_time_and_says_where_it_stood() -> None:
     assert list(caught.value.standing) == [2]
     assert "rank 0 finished" in text
     assert "rank 1 finished" in text
-    assert "rank 2 stood at" in text
+    assert "stack of rank 2" in text
     assert " in stand_still" in text
     assert " in hang_on" in text
     assert " in _" not in text

@@ -87,7 +87,7 @@ def test_without_time_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(search, "_solved", lambda *given: pytest.fail("a search began"))
     found = planned(time_limit=0)
     assert found.late == ("x=4", "x=2,y=2")
-    assert "time      it ended before a search on 2 meshes (x=4; x=2,y=2): only known parallelisms" in found.summary()
+    assert "time      was up before a search on 2 meshes (x=4; x=2,y=2): only baselines" in found.summary()
     assert Plan.from_json(found.to_json()).late == found.late
 
 

@@ -247,7 +247,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
     assert again.summary() == found.summary()
     assert again.mesh == Mesh({"x": 2, "y": 4})
     (tmp_path / "plan.json").write_text("no plan")
-    with pytest.raises(PlanError, match="no plan as scrimp writes it"):
+    with pytest.raises(PlanError, match="not a plan file of scrimp"):
         Plan.load(tmp_path / "plan.json")
 
 

@@ -91,7 +91,7 @@ WAY_OUT = r".*run Engine without a plan"
         (branches, rf"^the model, {HERE}: the forward depends on the values of tensors.*branching" + WAY_OUT),
         (loops, rf"^the model, {HERE}: the forward depends on the values of tensors" + WAY_OUT),
         (no_loss, r"^Net must return a scalar loss .* but gave a tensor of shape \(8, 16\): are the labels in the batch\?"),
-        (detached, r"^Net must return a loss that depends on its parameters, but gave one that depends on none: is all of it"),
+        (detached, r"^Net must return a loss that depends on its parameters, but gave one that depends on none: are all of them"),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_go_with_its_batch(function: Callable[[Net, Tensor], Any], says: str) -> None:
@@ -117,10 +117,10 @@ def test_a_batch_that_the_forward_does_not_take(inputs: Any, says: str) -> None:
     ("others", "says"),
     [
         ({"inputs": X}, r"example_inputs is a tensor of shape \(8, 16\): give .* as a tuple, \(tensor,\)"),
-        ({"inputs": "tokens"}, r"example_inputs must be a tuple .* and is str"),
-        ({"inputs": None}, r"example_inputs must be a tuple .* and is NoneType"),
+        ({"inputs": "tokens"}, r"example_inputs must be a tuple .* not str"),
+        ({"inputs": None}, r"example_inputs must be a tuple .* not NoneType"),
         ({"inputs": (X[:0],)}, r"a tensor of shape \(0, 16\), which is empty"),
-        ({"cluster": None}, r"cluster must be a Cluster or the name of a preset.* and is NoneType"),
+        ({"cluster": None}, r"cluster must be a Cluster or the name of a preset.* not NoneType"),
         ({"mesh": 8}, r"mesh=8: give a Mesh, or a text such as 'x=2,y=4'"),
         ({"mesh": " "}, r"mesh=' ': give a Mesh, or a text such as 'x=2,y=4'"),
         ({"precision": "bf61"}, r"precision='bf61': there are bf16, megatron-bf16, fp32; did you mean 'bf16'\?"),
@@ -134,7 +134,7 @@ def test_a_batch_that_the_forward_does_not_take(inputs: Any, says: str) -> None:
         ({"time_limit": -1}, r"time_limit=-1, gap=0\.01: time_limit is 0 seconds or more"),
         (
             {"mesh": "x=4"},
-            r"x=4 has 4 devices, and the cluster 8: the other 4 would do nothing\. Give .* \(x=8\), or .* of 4 devices",
+            r"x=4 has 4 devices, and the cluster 8: the other 4 would be idle\. Give .* \(x=8\), or .* of 4 devices",
         ),
         ({"gap": 1}, r"gap=1: .* gap from 0 to less than 1"),
         ({"gap": float("nan")}, r"gap=nan"),
@@ -163,7 +163,7 @@ def test_a_question_that_makes_no_sense(others: dict[str, Any], says: str) -> No
         ({"memory": "-5GiB"}, r"'-5GiB' is not a size"),
         ({"memory": "lots"}, r"'lots' is not a size; write a number and one of"),
         ({"memory": 1.5}, r"not 1\.5"),
-        ({"cluster": Cluster(), "mesh": Mesh({"x": 2})}, r"needs to know the hardware: take Cluster\.preset"),
+        ({"cluster": Cluster(), "mesh": Mesh({"x": 2})}, r"needs device data: use Cluster\.preset"),
     ],
 )
 def test_a_cluster_a_mesh_or_a_budget_that_is_none(others: dict[str, Any], says: str) -> None:
@@ -171,7 +171,7 @@ def test_a_cluster_a_mesh_or_a_budget_that_is_none(others: dict[str, Any], says:
         source(**others)
 
 
-@pytest.mark.parametrize(("model", "says"), [(3, "and is int"), (Net, "and is the class Net: make one of it")])
+@pytest.mark.parametrize(("model", "says"), [(3, "not int"), (Net, "not the class Net: give an instance")])
 def test_what_is_no_model(model: Any, says: str) -> None:
     with pytest.raises(PlanError, match=f"model must be a torch.nn.Module, {says}"):
         plan(model, (X,), "8xH100")
@@ -249,7 +249,7 @@ def test_models_that_cannot_be_captured_on_the_command_line(
     assert re.search(says, told.stderr)
     assert told.stderr.startswith("error: ")
     assert "Traceback" not in told.stderr
-    for function, words in (("wrong", "must give a model and its batch, and gave Net"), ("fails", "fails() failed: KeyError")):
+    for function, words in (("wrong", "must return a model and its batch, not Net"), ("fails", "fails() failed: KeyError")):
         assert words in scrimp("plan", f"{name}:{function}", "--cluster", "8xH100", code=2).stderr
 
 

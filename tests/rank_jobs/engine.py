@@ -39,7 +39,7 @@ def train(
 
 def host_at_first(name: str) -> int:
     """Bytes on this rank's host when the engine is built."""
-    return Engine(zoo.build(name), memory=Memory(device="1GiB"), device="cpu").store.host_nbytes()
+    return Engine(zoo.build(name), memory=Memory(device="1GiB"), device="cpu")._run.store.host_nbytes()
 
 
 def same_on_disk(name: str, steps: int, settings: dict, folder: str) -> tuple[int, bool]:

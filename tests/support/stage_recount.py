@@ -44,7 +44,7 @@ class Walk:
     def _groups(self, stage: int) -> dict[int, dict[str, int]]:
         """Who shares a copy."""
         assert self.plan.schedule is not None
-        planned, _ = self.plan.schedule.stages[stage].asked
+        planned, _ = self.plan.schedule.stages[stage].source
         at = [piece.first for piece in planned.pieces].index(self.first)
         found = {}
         for part in planned.assemblies[at].parts:

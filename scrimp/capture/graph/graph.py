@@ -1,7 +1,7 @@
-"""What training a model computes, layer by layer: operators and tensors of the forward and of the backward, without torch.
+"""The graph of a training step, layer by layer: operators and tensors of forward and backward; no torch.
 
-Layers that are alike share one `LayerGraph`; a `Layer` says where one of them stands in the model. All of it is data: planning
-reads it on any machine, lowering makes programs of it.
+Identical layers share one `LayerGraph`; a `Layer` is one occurrence in the model. It is plain data, which the planner reads on
+any machine.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ PARAMETER, BUFFER, BORDER, TANGENT, MADE = "parameter", "buffer", "border", "tan
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A tensor of a layer's graph. `storage`: the value whose bytes these are, itself if they are its own. `kind`: where it
-    comes from: "parameter", "buffer", "border" (another layer, or the batch), "tangent" (the gradient of an output, from
-    the layer behind), "made" (an operator)."""
+    """A tensor of a layer's graph. `storage`: the value that owns its bytes, itself if it is no view. `kind`: its origin:
+    "parameter", "buffer", "border" (another layer, or the batch), "tangent" (the gradient of an output, from the next layer),
+    "made" (an operator)."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # as torch says it: "bfloat16"
+    dtype: str  # torch's name: "bfloat16"
     storage: str
     kind: str
 
@@ -34,7 +34,7 @@ class Ref:
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """An argument that torch has an object for: `Named(what="dtype", name="bfloat16")`; also device, layout, memory_format."""
+    """An argument that is a torch object: `Named(what="dtype", name="bfloat16")`; also device, layout, memory_format."""
 
     what: str
     name: str
@@ -42,8 +42,8 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One call of an operator of ATen. Arguments are numbers, texts, None, `Ref`s, `Named`s and tuples of those. `outputs`:
-    None where nobody uses one. `cell`: shared by an operator of the forward and those that autograd made of it."""
+    """One call of an ATen operator. Arguments are numbers, texts, None, `Ref`s, `Named`s and tuples of those. `outputs`: None for
+    unused ones. `cell`: number shared by a forward operator and the backward operators that autograd made of it."""
 
     name: str
     target: str  # "aten.mm.default"
@@ -53,11 +53,11 @@ class Op:
     backward: bool
     cell: int
     flops: int
-    where: str  # the module's path in the model, and the line
+    where: str  # module path in the model, and source line
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The tensors among the arguments, in order, as often as they stand there."""
+        """The tensors among the arguments, in order, with repeats."""
         return tuple(_refs((*self.args, *(value for _, value in self.kwargs))))
 
 
@@ -71,8 +71,8 @@ def _refs(argument: Any) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGraph:
-    """`ops` in the order in which they run, the forward's first. `tangents`: outputs and the gradients of them that come in.
-    `gradients`: parameters and inputs, and the gradients of them that go out. `updates`: buffers and their new values."""
+    """`ops` in execution order, the forward's first. `tangents`: outputs and their incoming gradients. `gradients`: parameters
+    and inputs, and their outgoing gradients. `updates`: buffers and their new values."""
 
     values: tuple[Value, ...]
     ops: tuple[Op, ...]
@@ -85,7 +85,7 @@ class LayerGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What an input is: an output of an earlier layer, or, if `layer` is None, a tensor of the batch."""
+    """The origin of an input: an output of an earlier layer, or, if `layer` is None, a tensor of the batch."""
 
     layer: int | None
     name: str
@@ -93,7 +93,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """`graph`: its index. `parameters`: of the graph's parameters and buffers the names that they have in the model here."""
+    """`graph`: index of its `LayerGraph`. `parameters`: maps the graph's parameters and buffers to their names in the model."""
 
     path: str
     graph: int
@@ -103,7 +103,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """Of the model. What is tied is one parameter, of several layers."""
+    """A parameter or buffer of the model. A tied one is one parameter, of several layers."""
 
     name: str
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """`layers` in the order of the forward; `batch`: the example's tensors; `loss`: which output is."""
+    """`layers` in forward order; `batch`: the example's tensors; `loss`: the output that is the loss."""
 
     graphs: tuple[LayerGraph, ...]
     layers: tuple[Layer, ...]

@@ -1,4 +1,4 @@
-"""`Graph` <-> JSON. Text of one graph is the same every time."""
+"""Converts a `Graph` to JSON and back. The text is deterministic."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _read_op(data: dict[str, Any]) -> Op:
 
 
 def _argument(value: Any) -> Any:
-    """Tuples are lists; what JSON has no word for is an object with one entry."""
+    """Tuples become lists; types that JSON lacks become an object with one entry."""
     match value:
         case Ref(name=name):
             return {"value": name}

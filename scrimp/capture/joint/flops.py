@@ -1,5 +1,5 @@
-"""Arithmetic of an operator, from shapes: a multiplication and an addition are two. What is neither a contraction nor a
-convolution counts as nothing: its bytes are what takes time."""
+"""FLOPs of an operator, from shapes: a multiplication and an addition are two. Only contractions and convolutions count: all
+other operators are bound by memory traffic."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ATTENTION = (
 
 
 def flops(target: str, inputs: Sequence[Shape], outputs: Sequence[Shape | None], transposed: bool = False) -> int:
-    """`inputs`: the shapes of the tensors among the arguments, in order; `outputs`: None where nobody uses one. `transposed`:
-    whether a convolution is."""
+    """`inputs`: shapes of the tensors among the arguments, in order; `outputs`: None for unused ones. `transposed`: of a
+    convolution."""
     name = target.removeprefix("aten.").partition(".")[0]
     match name:
         case "mm" | "bmm" | "_grouped_mm":  # every row, or every column, is in one group
@@ -33,7 +33,7 @@ def flops(target: str, inputs: Sequence[Shape], outputs: Sequence[Shape | None],
             return sum(_convolution(inputs[2], inputs[1 if transposed else 0]) for made in outputs[:2] if made is not None)
     if name in ATTENTION:
         return _attention(inputs[0], inputs[1], inputs[2])
-    if name.removesuffix("_backward") in ATTENTION:  # the scores again, and two products for each of the two
+    if name.removesuffix("_backward") in ATTENTION:  # the scores again, and two matmuls for each of the two
         query, keys, values = inputs[1], inputs[2], inputs[3]
         return 2 * _attention(query, keys, values) + _product(query, (*keys[:-2], keys[-1], keys[-2]))
     return 0
@@ -44,12 +44,12 @@ def _product(left: Shape, right: Shape) -> int:
 
 
 def _attention(query: Shape, keys: Shape, values: Shape) -> int:
-    """Scores, then their product with the values. A causal mask is not counted as a saving, as is the custom."""
+    """Scores, then their product with the values. By convention a causal mask saves nothing."""
     rows = prod(query[:-1])
     return 2 * rows * keys[-2] * (query[-1] + values[-1])
 
 
 def _convolution(weight: Shape, output: Shape) -> int:
-    """For each element of the output (transposed: of the input) a product over the weight's other dims; groups are in the
-    weight's shape."""
+    """For each element of the output (transposed: of the input) a product over the weight's other dims; the weight's shape
+    accounts for groups."""
     return 2 * prod(output) * prod(weight[1:])

@@ -1,4 +1,4 @@
-"""Nodes of a joint graph that are another node under a new name: detached, viewed to and fro, multiplied by one."""
+"""Removes nodes of a joint graph that equal another node: detach, views back and forth, multiplication by one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from scrimp.capture.torch_private.joint import is_view
 
 aten = torch.ops.aten
 
-_NAMES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}  # nobody writes here
+_NAMES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}  # never written to
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _ZERO = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar}
 _ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
 
 
 def fold(graph: fx.Graph) -> None:
-    """In place. What is given out stays, under the name of the node that remains; what nobody uses goes."""
+    """In place. Outputs stay, under the name of the remaining node; unused nodes are removed."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
@@ -31,7 +31,7 @@ def fold(graph: fx.Graph) -> None:
 
 
 def _shorten(node: fx.Node) -> None:
-    """A view of a view, of what lies in one piece, is a view of that."""
+    """Turns a view of a view of a contiguous tensor into one view."""
     given = node.args[0]
     while node.target in _VIEWS and isinstance(given, fx.Node) and given.target in _VIEWS:
         base = given.args[0]
@@ -42,7 +42,7 @@ def _shorten(node: fx.Node) -> None:
 
 
 def _same(node: fx.Node) -> fx.Node | None:
-    """The node that this one equals, bytes and all."""
+    """The node that this one equals, with the same storage."""
     given = node.args[0]
     assert isinstance(given, fx.Node)
     if node.target in _NAMES:

@@ -1,12 +1,12 @@
-"""Which operators belong together: one of the forward, and those that autograd made of it.
+"""Pairs each forward operator with the backward operators that autograd made of it.
 
-Autograd numbers the operators of the forward that it records, and tells for each of the backward from which it comes. An
-operator that it does not record, and the sums and casts of gradients that it makes itself, carry the number of the operator
-last recorded. So of the forward only the first with a number owns it; and in the backward, which runs from high to low, a
-number higher than one before it is left over.
+Autograd numbers the forward operators that it records, and each backward operator carries the number of its origin. An operator
+that is not recorded, and the sums and casts of gradients that autograd makes itself, carry the number of the operator last
+recorded. So only the first forward operator with a number owns it; and in the backward, where numbers fall, a number higher than
+one before it is stale.
 
-What is left over goes to the operator whose output's gradient it makes. That is the one that its reader comes from; or,
-where the gradient passes through operators whose backward is to do nothing (a sum), the one at whose output paths meet.
+An operator with a stale number belongs to the operator whose output's gradient it makes. That is the one its reader comes from;
+or, where the gradient passes through operators whose backward does nothing (a sum), the one at whose output the paths meet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scrimp.capture.torch_private.joint import is_backward, sequence_number
 
 
 def owners(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Of the nodes that own a number, or come from its owner, that number. To be asked before nodes are taken out."""
+    """The autograd number of each node that owns one or comes from its owner. Call it before nodes are removed."""
     found: dict[fx.Node, int] = {}
     taken: set[int] = set()
     lowest: int | None = None
@@ -55,13 +55,13 @@ def cells(ops: list[fx.Node], owned: dict[fx.Node, int]) -> dict[fx.Node, int]:
             made[node], count = count, count + 1
         elif readers[0] in origin:
             made[node] = made[_meeting(origin[readers[0]], node, loud)]
-        else:  # a sum of three gradients is two sums
+        else:  # a sum of three gradients is two additions
             made[node] = made[readers[0]]
     return made
 
 
 def _meeting(source: fx.Node, gradient: fx.Node, loud: set[fx.Node]) -> fx.Node:
-    """From an operator on, as long as just one other reads what it gives, hands the gradient on as it is, and keeps its shape."""
+    """Follows an operator's output as long as a single reader passes the gradient on unchanged, and keeps its shape."""
     while True:
         readers = [reader for reader in _readers(source) if not is_backward(reader) and reader.op == "call_function"]
         if len(readers) != 1 or readers[0] in loud or not _same_shape(readers[0], gradient):
@@ -75,6 +75,6 @@ def _same_shape(one: fx.Node, two: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Those that read it or a part of it."""
+    """The nodes that read it or a part of it."""
     parts = [user for user in node.users if user.target is getitem]
     return [reader for reader in (*node.users, *(user for part in parts for user in part.users)) if reader.target is not getitem]

@@ -1,4 +1,4 @@
-"""A joint graph -> `LayerGraph`: names, storages, cells, flops."""
+"""Converts a joint graph to a `LayerGraph`: names, storages, cells, FLOPs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from scrimp.capture.torch_private.joint import describe, is_backward, is_view
 from scrimp.capture.trace.fakes import dtype_name
 from scrimp.errors import CaptureError
 
-_TRANSPOSED = {"aten.convolution.default": 6, "aten.convolution_backward.default": 7}  # where the argument stands
+_TRANSPOSED = {"aten.convolution.default": 6, "aten.convolution_backward.default": 7}  # position of the argument
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """The name that an input shall have, and its kind."""
+    """The name and kind of an input."""
 
     name: str
     kind: str
@@ -100,12 +100,12 @@ class _Builder:
         return tuple(parts)
 
     def _constant(self, joint: fx.GraphModule, node: fx.Node, cell: int, where: str) -> Op:
-        """A number that the forward made a tensor of."""
+        """A constant: a tensor that the forward made of a number."""
         tensor = getattr(joint, str(node.target))
         real = getattr(tensor, "constant", None) if type(tensor) is not Tensor else tensor
         if real is None or real.numel() != 1:
             raise CaptureError(
-                f"{where}: a tensor of shape {tuple(tensor.shape)} is made of Python numbers inside of forward; make it once "
+                f"{where}: a tensor of shape {tuple(tensor.shape)} is made of Python numbers inside forward; make it once "
                 "and register it as a buffer"
             )
         node.meta.setdefault("val", tensor)
@@ -129,4 +129,4 @@ def _named(value: Any) -> Named:
     for what in ("dtype", "device", "layout", "memory_format"):
         if isinstance(value, getattr(torch, what)):
             return Named(what=what, name=str(value).removeprefix("torch."))
-    raise CaptureError(f"an operator has the argument {value!r} of type {type(value).__name__}, which has no form in a graph")
+    raise CaptureError(f"an operator has the argument {value!r} of type {type(value).__name__}, which a graph cannot represent")

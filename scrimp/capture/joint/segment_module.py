@@ -1,7 +1,7 @@
-"""A stretch of Dynamo's graph as a module of its own, whose outputs are nobody else's bytes.
+"""Turns a segment of Dynamo's graph into a module whose outputs share storage with no input and no other output.
 
 Autograd makes no gradient for an output that is an input, or a view of one, or a view of another output: such an output is
-copied. So is an input that the stretch writes into.
+copied. So is an input that the segment writes into.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scrimp.capture.trace.fakes import fake
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """`written`: the inputs, by position, whose bytes it writes into and that are no buffers."""
+    """`written`: the inputs, by position, that it writes into in place and that are no buffers."""
 
     module: fx.GraphModule
     inputs: list[Tensor]
@@ -42,7 +42,7 @@ def piece(part: Stretch, root: nn.Module, owned: Mapping[fx.Node, Parameter], mo
 
 
 def _probe(module: fx.GraphModule, inputs: list[Tensor], mode: FakeTensorMode) -> tuple[frozenset[int], set[int]]:
-    """The outputs that share bytes with an input or an earlier output, and the inputs that are written into."""
+    """The outputs that share storage with an input or an earlier output, and the inputs that are written into."""
     versions = [given._version for given in inputs]
     with mode, torch.no_grad():
         outputs = module(*inputs)
@@ -75,5 +75,5 @@ def _lookup(env: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
 
 def _tensor(node: fx.Node) -> Tensor:
     tensor = tensor_of(node)
-    assert tensor is not None, f"{node} crosses a border and is no tensor"
+    assert tensor is not None, f"{node} crosses a layer boundary and is not a tensor"
     return tensor

@@ -1,1 +1,1 @@
-"""Cutting the traced graph into layers."""
+"""Cuts the traced graph into layers."""

@@ -1,4 +1,4 @@
-"""A stretch of the graph as a thing of its own: what comes in, what goes out, and a key that alike stretches share."""
+"""A segment of the graph: its inputs, its outputs, and a key that identical segments share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scrimp.capture.trace.clean import tensor_of
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """`inputs` in the order of their first use, `outputs` in that in which they are made."""
+    """`inputs` in the order of their first use, `outputs` in the order in which they are made."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -33,7 +33,7 @@ def stretch(nodes: Sequence[fx.Node]) -> Stretch:
 
 
 def key(part: Stretch, owned: Mapping[fx.Node, Parameter]) -> Hashable:
-    """Equal keys: the same calls, on inputs of the same kinds, shapes and dtypes, that give the same out."""
+    """Equal keys: the same calls, on inputs of the same kinds, shapes and dtypes, with the same outputs."""
     index: dict[fx.Node, tuple[str, int]] = {node: ("in", k) for k, node in enumerate(part.inputs)}
     index.update({node: ("at", k) for k, node in enumerate(part.nodes)})
     inputs = tuple((_kind(node, owned), _look(tensor_of(node))) for node in part.inputs)
@@ -54,7 +54,7 @@ def _look(tensor: Tensor | None) -> Hashable:
 
 
 def _plain(value: Any, index: Mapping[fx.Node, tuple[str, int]]) -> Hashable:
-    """Hashable, and 1 is neither True nor 1.0."""
+    """A hashable form in which 1, True and 1.0 differ."""
     if isinstance(value, fx.Node):
         return index[value]
     if isinstance(value, (tuple, list)):

@@ -1,11 +1,11 @@
-"""Where one layer ends and the next begins.
+"""Finds the layer boundaries.
 
-paths     the module tree is walked from the top. The runs of a module's children are cut apart if two of the pieces are
-          alike, or a child is cut itself. Members of a list stay layers of their own; what lies between, before and
-          behind them is one layer each.
-narrow    inside of members, a cut is made only where no more values that carry gradients cross than where the member
-          begins: convolutions of a residual block, or experts, may be alike but are no layers.
-chains    where no path repeats, wherever just one value that carries a gradient crosses; if pieces repeat.
+paths     walks the module tree from the top. It cuts between the runs of a module's children if two of the pieces are
+          identical, or a child is cut itself. Members of a list stay layers of their own; the calls between, before and
+          after them are one layer each.
+narrow    inside members, it cuts only where no more values with gradients cross than at the member's start: convolutions of a
+          residual block, or experts, may be identical but are no layers.
+chains    where no path repeats, it cuts wherever exactly one value with a gradient crosses; if pieces repeat.
 whole     otherwise the model is one layer.
 """
 
@@ -26,12 +26,12 @@ from scrimp.capture.torch_private.dynamo import grad_switch
 from scrimp.capture.trace.clean import tensor_of
 
 Span = tuple[int, int]
-Run = tuple[str | None, int, int]  # the child whose calls these are, None for the module's own; first, and behind the last
+Run = tuple[str | None, int, int]  # the child that makes these calls, None for the module's own; first, and after the last
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Nodes `first` up to `last`. `member`: a layer for itself; others may be joined with their neighbours."""
+    """Nodes `first` up to `last`. `member`: a layer of its own; others may be merged with their neighbours."""
 
     path: str
     first: int
@@ -75,7 +75,7 @@ class Splitter:
         return pieces if cut or len(pieces) > len(runs) else whole
 
     def _extended(self, runs: list[Run], alike: set[Span], limit: float) -> tuple[list[Run], set[Span]]:
-        """Calls that the module itself makes behind each of the alike (a residual sum) belong to them."""
+        """Adds to each identical run the calls that the module itself makes after it (a residual sum)."""
         groups: dict[int, list[int]] = {}
         for k, (_, start, end) in enumerate(runs):
             if (start, end) in alike:
@@ -103,11 +103,11 @@ class Splitter:
         return runs[k + 1][2] - runs[k + 1][1]
 
     def _is_compound(self, first: int, last: int) -> bool:
-        """Whether several modules with parameters are in it: two norms of a model may be alike, but are no layers."""
+        """Whether it has several modules with parameters: two norms of a model may be identical, but are no layers."""
         return len({self.paths[k] for k in range(first, last) if self._holds_parameters(k, k + 1)}) > 1
 
     def _runs(self, path: tuple[str, ...], first: int, last: int, limit: float) -> list[Run]:
-        """Neighbours below the same child, joined where a cut between them would be too wide."""
+        """Neighbouring calls of the same child, merged where a cut between them would be too wide."""
         depth = len(path)
 
         def child_of(k: int) -> str | None:
@@ -129,8 +129,8 @@ class Splitter:
         return self.widths[place] <= limit and self.widths[place] != math.inf
 
     def _join(self, pieces: list[Piece]) -> list[Piece]:
-        """Pieces that are no members with their neighbours; those without parameters with the layer before, the first ones
-        with the one behind."""
+        """Merges pieces that are no members with their neighbours; those without parameters with the layer before, the first ones
+        with the one after."""
         joined: list[Piece] = []
         for piece in pieces:
             before = joined[-1] if joined else None
@@ -158,7 +158,7 @@ class Splitter:
         return pieces if self._repeat(pieces) else [Piece(path="", first=0, last=len(self.nodes), member=True)]
 
     def _path(self, first: int, last: int, below: tuple[str, ...] = ()) -> str:
-        """Of the innermost module that holds all the calls, of those that a module holds."""
+        """The path of the innermost module that makes all of these calls."""
         inside = [".".join(path) for path in self.paths[first:last] if path[: len(below)] == below]
         return functools.reduce(_common, inside)
 
@@ -166,13 +166,13 @@ class Splitter:
         return bool(self._repeated([(piece.first, piece.last) for piece in pieces]))
 
     def _repeated(self, spans: Sequence[Span]) -> set[Span]:
-        """Those with parameters whose like is among them."""
+        """The spans with parameters that occur more than once."""
         keys = {span: self._key(*span) for span in spans if self._holds_parameters(*span)}
         counts = Counter(keys.values())
         return {span for span, found in keys.items() if counts[found] > 1}
 
     def _key(self, first: int, last: int) -> int:
-        """Equal where stretches are alike."""
+        """Equal for identical segments."""
         if (first, last) not in self.keys:
             found = key(stretch(self.nodes[first:last]), self.owned)
             self.keys[first, last] = self.numbers.setdefault(found, len(self.numbers))
@@ -199,8 +199,8 @@ def _common(one: str, two: str) -> str:
 
 
 def _widths(nodes: Sequence[fx.Node]) -> list[float]:
-    """Before each node, and behind the last: how many values that carry gradients cross. Infinite where no cut may be: what
-    crosses is no tensor, or gradients are not recorded."""
+    """Before each node, and after the last: how many values with gradients cross. Infinite where no cut is allowed: a value that
+    crosses is not a tensor, or gradients are not recorded."""
     place = {node: k for k, node in enumerate(nodes)}
     change = [0.0] * (len(nodes) + 2)
     barred = [False] * (len(nodes) + 1)

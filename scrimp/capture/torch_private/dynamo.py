@@ -1,6 +1,6 @@
-"""The one place that knows Dynamo's private door: a module and its inputs -> one graph of torch calls.
+"""The only module that uses Dynamo's private API: traces a module and its inputs to one graph of torch calls.
 
-`tests/capture/torch_private/test_private.py` says when it changes.
+`tests/capture/torch_private/test_private.py` fails when that API changes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _HERE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
-# Torch 2.11 cannot sort the set of ignored functions, and says so at every capture; fakes print a trace of whatever fails on
-# them, which is an error that is told.
+# Torch 2.11 cannot sort the set of ignored functions, and logs that at every capture; fake tensors log a trace of every failure,
+# which is reported as an error anyhow.
 _NOISY = ("torch._dynamo.utils", "torch._subclasses.fake_tensor")
 
 
@@ -41,7 +41,7 @@ class Frame:
 
 
 class Refused(Exception):  # noqa: N818  # never leaves the package
-    """Dynamo cannot make one graph of it. `frames`: where it stood, outermost first."""
+    """Dynamo cannot trace it into one graph. `frames`: the source lines, outermost first."""
 
     def __init__(self, reason: str, frames: Sequence[Frame]) -> None:
         super().__init__(reason)
@@ -50,9 +50,9 @@ class Refused(Exception):  # noqa: N818  # never leaves the package
 
 
 def trace(module: nn.Module, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Tensor], list[str]]:
-    """The graph; for each of its placeholders the tensor that it stands for, of the module or of the inputs; and which
-    attributes of the module its forward sets, which a graph does not."""
-    # Other libraries give loggers methods of their own: `warning_once`.
+    """The graph; for each of its placeholders the tensor of the module or of the inputs behind it; and which attributes of the
+    module its forward sets, which a graph does not."""
+    # Other libraries add methods to loggers: `warning_once`.
     ignored = {value for name, value in vars(logging.Logger).items() if name in _LEVELS or name.endswith("_once")}
     settings = {"ignore_logging_functions": ignored, "automatic_dynamic_shapes": False, "assume_static_by_default": True}
     try:
@@ -69,7 +69,7 @@ def trace(module: nn.Module, inputs: Sequence[Any]) -> tuple[fx.GraphModule, lis
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch logs of what is told otherwise."""
+    """Silences torch's logs of problems that are reported otherwise."""
     before = {name: logging.getLogger(name).level for name in _NOISY}
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -81,25 +81,25 @@ def quiet() -> Iterator[None]:
 
 
 def learn_torch() -> None:
-    """Dynamo makes its table of torch's functions once, at the first trace, from what their names refer to then. It must make it
-    before any of them is replaced."""
+    """Makes Dynamo build its table of torch's functions, which it does once, at the first trace, from what their names refer to
+    then. It must do so before any of them is replaced."""
     trace_rules.get_torch_obj_rule_map()
 
 
 def modules_of(node: fx.Node) -> tuple[int, ...]:
-    """The ids of the modules in whose forward a node was made, outermost first."""
+    """The ids of the modules whose forward made a node, outermost first."""
     return _ids(node.meta.get("nn_module_stack") or {})
 
 
 def line_of(stack_trace: str | None) -> str:
-    """ "zoo/gpt.py:77": the innermost line of a stack as text, without the folders above the file's own. Lines of torch itself
-    are passed over, but for those of its modules: they say how a call got there, not what was called."""
+    """ "zoo/gpt.py:77": the innermost line of a stack as text, without the folders above the file's own. It skips lines of torch
+    itself except for its modules: they tell how a call got there, not what was called."""
     files = [
         line.strip().removeprefix('File "') for line in (stack_trace or "").splitlines() if line.lstrip().startswith("File ")
     ]
     if not files:
         return "?"
-    given = [line for line in files if not line.startswith(_HERE)]  # calls that stand in for torch's own
+    given = [line for line in files if not line.startswith(_HERE)]  # replacements of torch's own calls
     own = [line for line in given if not line.startswith(_TORCH) or line.startswith(os.path.join(_TORCH, "nn", ""))]
     name, _, rest = (own or files)[-1].partition('", line ')
     return f"{_short(name)}:{rest.partition(',')[0].strip()}"
@@ -114,7 +114,7 @@ def _short(name: str) -> str:
 
 
 def _reason(error: TorchDynamoException) -> str:
-    """What it is, and why."""
+    """The kind of error, and its reason."""
     text = str(error).split("from user code")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")]
@@ -127,12 +127,12 @@ def _frames(error: TorchDynamoException) -> list[Frame]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Tensors with the same number share bytes."""
+    """Tensors with the same number share storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def grad_switch(node: fx.Node) -> bool | None:
-    """What a node sets the recording of gradients to; None if it does not."""
+    """The grad mode that a node sets; None if it sets none."""
     return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else None
 
 
@@ -141,7 +141,7 @@ def logs_use(node: fx.Node) -> bool:
 
 
 def autocast_enters(node: fx.Node) -> bool | None:
-    """Whether autocast is on within; None if the node does not enter."""
+    """Whether it enables autocast; None if the node does not enter autocast."""
     if node.target is not torch.amp.autocast_mode._enter_autocast:
         return None
     return bool(node.args[2]) if len(node.args) > 2 else True
@@ -152,12 +152,12 @@ def autocast_exits(node: fx.Node) -> bool:
 
 
 def higher_order(node: fx.Node) -> str | None:
-    """The name of an operator that takes graphs."""
+    """The name of a higher-order operator, which takes graphs; else None."""
     return str(node.target) if isinstance(node.target, torch._ops.HigherOrderOperator) else None
 
 
 def depends_on_values(node: fx.Node) -> bool:
-    """Whether a call gives a number, or a shape, that only the data knows."""
+    """Whether the result, or its shape, depends on the data."""
     value = node.meta.get("example_value")
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return True

@@ -1,6 +1,6 @@
-"""The one place that knows torch's private door to a joint graph: forward and backward of a module as ATen calls.
+"""The only module that uses AOTAutograd's private API: traces forward and backward of a module as one graph of ATen calls.
 
-`tests/capture/torch_private/test_private.py` says when it changes.
+`tests/capture/torch_private/test_private.py` fails when that API changes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 __all__ = ["DATA_DEPENDENT", "FakeTensorMode", "Joint", "describe", "is_backward", "is_view", "sequence_number", "trace_joint"]
 
-DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)  # what fakes, which have no data, cannot do
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)  # fake tensors have no data, and raise these
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joint:
-    """`inputs`: the placeholder of each input, by position; `tangents`: of an output by position, its gradient coming in.
+    """`inputs`: the placeholder of each input, by position; `tangents`: of an output by position, its incoming gradient.
     `gradients`, `updates`: of an input by position. An output, a gradient or an update may be any node, or a placeholder."""
 
     module: fx.GraphModule
@@ -41,7 +41,7 @@ class Joint:
 
 
 def trace_joint(module: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """With no operator decomposed. Inputs are fakes, the module has neither parameters nor buffers."""
+    """Traces without decomposing operators. Inputs are fake tensors, the module has neither parameters nor buffers."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -50,7 +50,7 @@ def trace_joint(module: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.GraphMod
 
 
 def describe(made: fx.GraphModule) -> Joint:
-    """What the placeholders and outputs of a joint graph are."""
+    """The roles of the placeholders and outputs of a joint graph."""
     result = Joint(module=made, inputs={}, outputs={}, tangents={}, gradients={}, updates={})
     for node in made.graph.find_nodes(op="placeholder"):
         match node.meta["desc"]:
@@ -82,15 +82,15 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def sequence_number(node: fx.Node) -> int | None:
-    """Autograd's number of the forward operator that a node belongs to. Where autograd adds up gradients, and where an
-    operator records nothing, it is a number left over from another operator."""
+    """Autograd's number of the forward operator that a node belongs to. Where autograd adds gradients, and where an operator
+    records nothing, it is a stale number of another operator."""
     number = node.meta.get("seq_nr")
     return None if number is None else int(number)
 
 
 def is_view(target: object) -> bool:
-    """Whether what an operator gives are the bytes of its first argument, as its schema says. `_unsafe_view` does not say so:
-    it promises only that nobody will notice."""
+    """Whether the schema says that the result is a view of the first argument. `_unsafe_view` does not say so: it promises only
+    that nobody will notice."""
     if target is torch.ops.aten._unsafe_view.default:
         return True
     arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else []

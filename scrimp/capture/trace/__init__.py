@@ -1,1 +1,1 @@
-"""Tracing a model's forward on fake tensors."""
+"""Traces a model's forward on fake tensors."""

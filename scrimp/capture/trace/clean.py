@@ -1,7 +1,6 @@
-"""Dynamo's graph without what computes nothing; and a refusal of what no graph of layers can hold.
+"""Removes calls without effect from Dynamo's graph; and rejects what a graph of layers cannot represent.
 
-Calls that only some layers have (a log entry in the first, a cast to the dtype that is there) would make layers that are
-alike look different.
+Calls that only some layers have (a log entry in the first, a cast to the same dtype) would make identical layers look different.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from scrimp.errors import CaptureError
 
 WAY_OUT = "run Engine without a plan (data parallel, any eager module)"
 
-# Methods that give back what they were given where there is nothing to do.
+# Methods that return their argument where there is nothing to do.
 _IDLE = {"to", "contiguous", "float", "double", "half", "bfloat16", "type", "type_as", "expand", "reshape", "view", "cpu"}
 
 
@@ -32,7 +31,7 @@ _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "i
 
 
 def value_of(node: fx.Node) -> object:
-    """The fake tensor, or what else the call gives."""
+    """The fake tensor, or the call's other result."""
     return node.meta.get("example_value")
 
 
@@ -51,7 +50,7 @@ def clean(graph: fx.Graph, where: Callable[[fx.Node], str], way_out: str = WAY_O
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     for node in list(graph.nodes):
-        if autocast_enters(node) is False:  # switched off where it is off anyway; the exit, which names it, is gone
+        if autocast_enters(node) is False:  # disabled where it is off anyway; the exit, which refers to it, is removed
             graph.erase_node(node)
     _drop_idle_switches(graph)
     _read_what_was_written(graph)
@@ -63,22 +62,22 @@ def clean(graph: fx.Graph, where: Callable[[fx.Node], str], way_out: str = WAY_O
 def _refuse(node: fx.Node, where: Callable[[fx.Node], str], way_out: str) -> None:
     if autocast_enters(node):
         raise CaptureError(
-            f"{where(node)}: autocast inside forward cannot be planned, as its dtypes change within layers; cast the "
+            f"{where(node)}: autocast inside forward cannot be planned, because dtypes change within layers; cast the "
             f"parameters instead (precision='bf16' does), or {way_out}"
         )
     if depends_on_values(node):
         raise CaptureError(
-            f"{where(node)}: {node.name} gives a number or a shape that depends on the values of tensors (.item(), nonzero, "
-            f"x[mask]), which no plan can know beforehand; {way_out}"
+            f"{where(node)}: {node.name} returns a number or a shape that depends on the values of tensors (.item(), nonzero, "
+            f"x[mask]), which a plan cannot know in advance; {way_out}"
         )
     name = higher_order(node)
     if name is not None and "checkpoint" in name:
         raise CaptureError(
-            f"{where(node)}: activation checkpointing is on inside the model, but what is recomputed is the plan's to say: "
+            f"{where(node)}: activation checkpointing is on inside the model, but the plan decides what to recompute: "
             "switch it off (Hugging Face: model.gradient_checkpointing_disable()) and capture again"
         )
     if name is not None:
-        raise CaptureError(f"{where(node)}: {name} holds a graph inside of the graph, which cannot be planned; {way_out}")
+        raise CaptureError(f"{where(node)}: {name} holds a graph inside the graph, which cannot be planned; {way_out}")
 
 
 def _idle(node: fx.Node) -> bool:
@@ -99,7 +98,7 @@ def _argument(node: fx.Node, position: int, name: str, default: object) -> objec
 
 
 def _drop_idle_switches(graph: fx.Graph) -> None:
-    """Switches of grad mode between which nothing runs, and those that set what is set."""
+    """Removes grad-mode switches without calls between them, and those that change nothing."""
     state, last = True, None
     for node in list(graph.nodes):
         wanted = grad_switch(node)
@@ -107,7 +106,7 @@ def _drop_idle_switches(graph: fx.Graph) -> None:
             last = None if node.op in ("call_function", "call_method") else last
         elif wanted == state:
             graph.erase_node(node)
-        elif last is not None:  # nothing since the switch away from `wanted`
+        elif last is not None:  # no call since the switch away from `wanted`
             graph.erase_node(last)
             graph.erase_node(node)
             state, last = wanted, None
@@ -116,7 +115,7 @@ def _drop_idle_switches(graph: fx.Graph) -> None:
 
 
 def _read_what_was_written(graph: fx.Graph) -> None:
-    """Behind `x.add_(y)` a reader of x reads what that call gives: then layers hand on what they wrote into."""
+    """After `x.add_(y)`, readers of x read that call's result instead: then layers pass on the tensors that they wrote into."""
     place = {node: k for k, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         given = node.args[0] if node.args else None
@@ -132,13 +131,13 @@ def _is(one: Tensor | None, two: Tensor | None) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Into its first argument, by the names that Python and torch give to such calls."""
+    """Whether it writes into its first argument, by the naming conventions of Python and torch."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _pure(node: fx.Node) -> bool:
-    """Whether it can be left out where nobody uses it: it changes nothing."""
+    """Whether it has no side effect, so that it can be removed if unused."""
     if grad_switch(node) is not None or _writes(node):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

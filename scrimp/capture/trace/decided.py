@@ -1,8 +1,8 @@
-"""Calls whose results seem to depend on data, and do not: while a forward is traced they stand in for torch's own.
+"""Replaces calls while a forward is traced: those whose results seem to depend on data, but do not.
 
 torch.rand([]) < 0              a number drawn from [0, 1) is not below 0, and is below 1: LayerDrop with a rate of 0 drops no
-                                layer. Compared with any other number, or used otherwise, it is drawn as ever
-torch.bincount(x, minlength=n)  has n counts, if all of x is below n, as the classes and experts are that are counted so
+                                layer. Compared with any other number, or used otherwise, it is drawn as usual
+torch.bincount(x, minlength=n)  has n counts, if all of x is below n, as in counts of classes and experts
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ONE = ((), (1,))
 
 
 class Drawn:
-    """One number of [0, 1), which is drawn when somebody asks for more than whether it is below or above a bound of that."""
+    """One number of [0, 1), drawn only when its value matters beyond a comparison with 0 or 1."""
 
     def __init__(self, size: tuple[int, ...], options: dict[str, Any]) -> None:
         self.size, self.options = size, options
@@ -43,7 +43,7 @@ class Drawn:
         return self._above(other, "ge")
 
     def _below(self, other: Any, compare: str) -> Any:
-        """It is 0 itself once in 2^24 draws: as a rate, 0 is never."""
+        """It is exactly 0 once in 2^24 draws: as a rate, 0 means never."""
         if isinstance(other, (int, float)) and not 0 < other < 1:
             return other >= 1
         return getattr(self.tensor(), compare)(other)

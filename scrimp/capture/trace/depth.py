@@ -1,9 +1,9 @@
-"""A deep model by a few of its layers: of a long run of alike ones the first three and the last are traced.
+"""Traces a deep model by a few of its layers: the first three and the last of a long run of identical ones.
 
-Tracing takes its time layer by layer, whatever is made of them. Layers of an `nn.ModuleList` or `nn.Sequential` are alike if
-they are of the same modules, with the same settings (but for their own number) and tensors of the same look. Whether they are
-also used alike is seen in what was traced: the second and the third must be of one class and read the layer before in the same
-way, and nobody may read one in the middle of the run. If that does not hold, all layers are traced after all.
+Tracing time grows with the number of layers. Layers of an `nn.ModuleList` or `nn.Sequential` are identical if they have the same
+modules, settings (except for their own number) and tensors of the same shapes. The trace shows whether they are also used alike:
+the second and the third must be of one class and read the layer before in the same way, and no other layer may read one in the
+middle of the run. If that does not hold, all layers are traced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from scrimp.capture.graph.graph import Graph, Layer, Source
 
-LONG, HEAD = 6, 3  # a run that is worth it; what is kept of it beside the last
+LONG, HEAD = 6, 3  # the length of a run that is worth it; layers kept of it besides the last
 
 
 Look = list[Any]
@@ -25,7 +25,7 @@ Look = list[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Of the children of a module: `count` alike ones from `first` on."""
+    """`count` identical children of a module, from `first` on."""
 
     path: str
     first: int
@@ -37,7 +37,7 @@ class Run:
 
 
 def runs_of(model: nn.Module) -> tuple[Run, ...]:
-    """One for each list of layers, none inside of another."""
+    """One for each list of layers, none nested in another."""
     found: list[Run] = []
     for path, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(_inside(path, run.path) for run in found):
@@ -49,7 +49,7 @@ def runs_of(model: nn.Module) -> tuple[Run, ...]:
 
 @contextmanager
 def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
-    """The model without what is left out; all comes back at the end."""
+    """The model without the left-out layers; restores them at the end."""
     whole = [(module, dict(module._modules)) for module in (model.get_submodule(run.path) for run in runs)]
     try:
         for run, (module, children) in zip(runs, whole, strict=True):
@@ -62,7 +62,7 @@ def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[None]:
 
 
 def lengthened(graph: Graph, run: Run) -> Graph | None:
-    """The graph with what was left out of it; None if that cannot be known."""
+    """The graph with the left-out layers added; None if they cannot be inferred."""
     kept = [*range(run.first, run.first + HEAD), run.first + run.count - 1]
     places = [[k for k, layer in enumerate(graph.layers) if layer.path == f"{run.path}.{child}".lstrip(".")] for child in kept]
     begin = places[0][0] if places[0] else 0
@@ -97,12 +97,12 @@ def lengthened(graph: Graph, run: Run) -> Graph | None:
 
 
 def _seen(layer: Layer, index: int) -> Hashable:
-    """What it reads, as seen from itself: the layer before, and others that are always the same."""
+    """A layer's sources relative to itself: the layer before, and others that are always the same."""
     return tuple((-1 if source.layer == index - 1 else source.layer, source.name) for source in layer.inputs)
 
 
 def _alike(looks: Sequence[Look]) -> Iterator[tuple[int, int]]:
-    """Where runs begin, and how long they are."""
+    """The start and length of each run."""
     first = 0
     for k in range(1, len(looks) + 1):
         if k == len(looks) or not _same(looks[first], first, looks[k], k):
@@ -124,12 +124,12 @@ def _look(child: nn.Module) -> Look:
 
 
 def _same(one: Look, at: int, other: Look, there: int) -> bool:
-    """Where they differ, each has its own number."""
+    """Equal, except that each may contain its own number."""
     return len(one) == len(other) and all(a == b or (a, b) == (at, there) for a, b in zip(one, other, strict=True))
 
 
 def _shares(children: Sequence[nn.Module]) -> bool:
-    """Whether a tensor or a child is in several of them."""
+    """Whether several of them share a tensor or a child."""
     seen: set[int] = set()
     for child in children:
         mine = {id(each) for each in _tensors(child)} | {id(child)}

@@ -1,4 +1,4 @@
-"""Whether a forward that could not be traced fails by itself on its batch: it is run once more, call by call, on fakes."""
+"""Diagnoses a failed trace: runs the forward once more, call by call, on fake tensors, to see whether it fails by itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 def failure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mode: FakeTensorMode) -> str | None:
-    """Where and how, in its own words; None if it does not fail, or only because fakes have no numbers."""
+    """The place and text of the error; None if it does not fail, or only because fake tensors have no data."""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -37,7 +37,7 @@ def failure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mo
             model(*args, **kwargs)
     except DATA_DEPENDENT:
         return None
-    except Exception as error:  # of as many kinds as there are models
+    except Exception as error:  # models raise many kinds of errors
         words = str(error).partition("\n")[0] or type(error).__name__
         if "fake" in words.lower():
             return None
@@ -46,6 +46,6 @@ def failure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mo
 
 
 def _line(error: Exception) -> str:
-    """The innermost of the user's own."""
+    """The innermost line of the user's code."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith((_TORCH, _HERE))]
     return str(Frame(file=frames[-1].filename, line=frames[-1].lineno or 0)) if frames else "?"

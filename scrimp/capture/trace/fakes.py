@@ -1,6 +1,6 @@
-"""Fakes on "cpu" in the place of a model's tensors and of a batch's: shapes without bytes, whatever device they are on.
+"""Fake tensors for a model's parameters, its buffers and a batch: shapes without bytes, on "cpu" whatever the real device.
 
-On "cpu", as fakes on "meta" take other kernels (attention falls apart), and fakes on a device that is not there end the
+On "cpu", because fake tensors on "meta" use other kernels (attention is decomposed), and fake tensors on a missing device end the
 process.
 """
 
@@ -20,7 +20,7 @@ from scrimp.capture.torch_private.joint import FakeTensorMode
 
 
 def fake(mode: FakeTensorMode, like: Tensor, requires_grad: bool | None = None) -> Tensor:
-    """As `like` is, with bytes of its own. A parameter is faked as one."""
+    """A fake tensor like `like`, with a storage of its own. A parameter becomes a fake parameter."""
     grad = like.requires_grad if requires_grad is None else requires_grad
     with mode:
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu", requires_grad=grad)
@@ -28,7 +28,7 @@ def fake(mode: FakeTensorMode, like: Tensor, requires_grad: bool | None = None) 
 
 
 def parameters_of(model: nn.Module) -> dict[int, Parameter]:
-    """By the id of the tensor: what is tied has one name, the first."""
+    """By the id of the tensor: a tied one has one name, the first."""
     found: dict[int, Parameter] = {}
     for name, tensor in model.named_parameters():
         found[id(tensor)] = _described(name, tensor, buffer=False)
@@ -47,8 +47,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def stand_ins(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, Parameter]]:
-    """The model with fakes for its parameters and buffers; gives what each fake, by id, is. All comes back at the end."""
+def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, Parameter]]:
+    """The model with fake parameters and buffers; yields what each fake, by id, replaces. The real ones come back at the end."""
     known = parameters_of(model)
     fakes: dict[int, Tensor] = {}
     real: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
@@ -66,7 +66,8 @@ def stand_ins(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, Para
 
 
 def batch_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Of each tensor among the inputs, in the order of `pytree.tree_leaves((args, kwargs))`: by the forward's own words."""
+    """The names of the tensors among the inputs, in the order of `pytree.tree_leaves((args, kwargs))`, from the forward's
+    signature."""
     words = _positions(model, len(args))
     names = []
     for path, leaf in pytree.tree_leaves_with_path((tuple(args), dict(kwargs))):

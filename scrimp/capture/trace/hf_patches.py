@@ -1,7 +1,7 @@
-"""What Hugging Face models need to be traced as they train: no caches of keys, and no mask where attention is just causal.
+"""Patches Hugging Face models for tracing: no key-value caches, and no mask where attention is plain causal.
 
 While it is traced, their library cannot see whether a batch is padded or packed, and so makes a mask of batch x sequence x
-sequence, of which every layer then keeps a copy in floats. We do see the batch, before it is traced.
+sequence, of which every layer then keeps a copy in floats. We inspect the batch before the trace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def as_in_training(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None
 
 
 def _plain(inputs: Mapping[str, Any]) -> bool:
-    """Whether no row is padded and none holds two texts, as far as can be seen without computing on the device."""
+    """Whether no row is padded or packed, as far as can be seen without computing on the device."""
     if inputs.get("position_ids") is not None:
         return False
     mask = inputs.get("attention_mask")
@@ -45,7 +45,7 @@ def _not_packed(position_ids: Tensor) -> None:
 
 
 def _skipping(original: Any) -> Any:
-    """As their own function outside of tracing: no mask where attention is causal or full over the whole length."""
+    """Behaves like their function outside of tracing: no mask where attention is causal or full over the whole length."""
 
     def mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Any:
         window = kwargs.get("local_size")

@@ -1,4 +1,4 @@
-"""Where in the model, and in its source, a call stands."""
+"""Finds the module path and the source line of a call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Places:
         self.names = {id(module): name for name, module in model.named_modules()}
 
     def of(self, node: fx.Node) -> str:
-        """Of a node that says nothing of itself, where the next is that does."""
+        """The location of a node, or of the next node that has one."""
         while not node.meta.get("stack_trace") and node.next.op != "root":
             node = node.next
         return f"{named(self.path(node) or '')}, {line_of(node.meta.get('stack_trace'))}"
 
     def path(self, node: fx.Node) -> str | None:
-        """Of the module that a node was made in. One that several modules share (an activation) has the path of the first of
-        them, wherever it is called: it is left out."""
+        """The path of the module that made a node. A module with several uses (an activation) has the path of its first use,
+        wherever it is called, so it is left out."""
         found: str | None = None
         for number in modules_of(node):
             path = self.names.get(number)
@@ -33,7 +33,7 @@ class Places:
         return found
 
     def paths(self, nodes: Sequence[fx.Node]) -> list[str]:
-        """Nodes that no module is known for stand with the one before."""
+        """Nodes without a known module get the path of the one before."""
         paths: list[str] = []
         for node in nodes:
             known = self.path(node)
@@ -41,7 +41,8 @@ class Places:
         return paths
 
     def at(self, frames: Sequence[Frame]) -> str:
-        """The first module whose forward holds the innermost line that any does: trouble is met at the first. And the line."""
+        """The first module whose forward holds the innermost line that any does, because errors occur at the first; and the
+        line."""
         line = str(frames[-1]) if frames else "?"
         for frame in reversed(frames):
             for path, module in self.model.named_modules():

@@ -1,6 +1,6 @@
-"""A kernel's library: built at first use with the machine's own compiler, kept in the user's cache.
+"""Builds a C kernel's library at first use with the machine's own compiler, and keeps it in the user's cache.
 
-The file's name is a hash of all that goes into it. It appears by a rename, so any number of processes may build it at once.
+The file's name is a hash of everything that goes into it. A rename puts it in place, so several processes may build it at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SECONDS = 120
 
 
 class NoKernelError(Exception):
-    """Why there is none."""
+    """Says why a kernel is not available."""
 
 
 def compiler() -> list[str]:
-    """The command, as CC has it or as it is found."""
+    """The compiler command: CC, or the first that is found."""
     given = shlex.split(os.environ.get("CC", ""))
     for command in [given] if given else [["cc"], ["gcc"], ["clang"]]:
         if found := shutil.which(command[0]):
@@ -37,7 +37,7 @@ def compiler() -> list[str]:
 
 
 def load_library(source: Path = SOURCE) -> tuple[ctypes.CDLL, str]:
-    """The library, and the compiler in words."""
+    """The loaded library, and the compiler's version line."""
     if platform.machine() not in MACHINES:
         raise NoKernelError(f"it is for {' and '.join(dict.fromkeys(MACHINES.values()))}, this is {platform.machine()}")
     command = compiler()
@@ -47,14 +47,14 @@ def load_library(source: Path = SOURCE) -> tuple[ctypes.CDLL, str]:
     in_words = (version.strip().splitlines() or [shlex.join(command)])[0]
     try:
         return _from(_cache(), name, command, source), in_words
-    except (OSError, RuntimeError):  # not writable, no home, mounted without leave to run what is there
+    except (OSError, RuntimeError):  # the cache is not writable, has no home directory, or is mounted noexec
         pass
     with tempfile.TemporaryDirectory(prefix="scrimp-") as folder:  # once loaded, the file is not needed
         return _from(Path(folder), name, command, source), in_words
 
 
 def _texts(source: Path) -> list[str]:
-    """Of the source, and of all that is part of it."""
+    """Texts of the source and of every file that it includes."""
     found: dict[Path, str] = {}
     waiting = [source.resolve()]
     while waiting:

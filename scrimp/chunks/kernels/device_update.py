@@ -1,11 +1,11 @@
-"""The device's update by one Triton kernel (`triton_update.py`): 28 bytes per parameter, 16.25 with states of 8 bits, and no
-stage for gradients or for coding.
+"""The update on a device by one Triton kernel (`triton_update.py`): 28 bytes of traffic per parameter, 16.25 with 8-bit states,
+and no scratch for gradients or for coding.
 
-It is used where Triton is, where it compiles, and where a trial comes within one ulp of torch's own fused kernels; torch's
-are used otherwise, tile by tile. Codes are rounded at random: equal moments have equal codes, but an ulp of a moment, or of
-its block's scale, may turn one in some hundred thousand. The trial also compiles what the engine will ask for, before any
-step. Nothing here waits for the device once that is done: what changes from step to step goes as arguments, or is computed
-there.
+It is used if Triton is installed, if it compiles, and if a trial comes within one ulp of torch's fused kernels. Otherwise torch's
+kernels run tile by tile. int8 codes are rounded stochastically: equal moments have equal codes, but an ulp of a moment, or of its
+block's scale, may change one code in some hundred thousand. The trial also compiles all variants that the engine needs, before
+any step. After that nothing here waits for the device: values that change from step to step are passed as arguments, or computed
+on the device.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from scrimp.chunks.update import torch_fused_private
 BLOCK, WARPS = 1024, 8  # four numbers a thread: 16 bytes of fp32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_KNOWN = 256
-TRIED = 2 * BLOCK + 5  # whole blocks and a rest
-MOST_OTHER = 1 / 512  # of the codes that an ulp may turn, in a trial; with other random bits half of them would differ
+TRIED = 2 * BLOCK + 5  # whole blocks and a remainder
+MOST_OTHER = 1 / 512  # share of codes that an ulp may change in a trial; with other random bits half of them would differ
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What is compiled apart: the optimizer, and of what type weights and gradients are; in fp32 a weight is its master."""
+    """A variant that is compiled separately: optimizer, and dtype of weights and gradients; an fp32 weight is its own master."""
 
     dtype: torch.dtype
     adamw: bool
@@ -54,7 +54,7 @@ def update_kinds(optimizers: Iterable[Optimizer], dtypes: Iterable[torch.dtype])
 
 @dataclass(frozen=True)
 class Fused:
-    """Updates pieces on one device. `scale` is a number on that device; the weight may be the gradient's own memory."""
+    """Updates pieces on one device. `scale` is a scalar on that device. Weight and gradient may share memory."""
 
     kernels: Any
     _known: dict[object, tuple[int, torch.Tensor]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Fused:
     def apply(
         self, optimizer: Optimizer, lr: float, count: int, piece: Piece, weight: torch.Tensor | None, scale: torch.Tensor | None
     ) -> None:
-        """`count`: how often the parameter was updated, this time included."""
+        """`count`: number of updates of the parameter, this one included."""
         _check(optimizer, piece, weight, scale)
         numel, device = piece.master.numel(), piece.master.device
         if not numel:
@@ -92,7 +92,7 @@ class Fused:
             )  # fmt: skip
 
     def _number(self, key: object, count: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Made once for all parameters that were updated so often; by the stream that reads it."""
+        """Cached for all parameters with the same update count; computed on the stream that reads it."""
         found = self._known.get(key)
         if found is None or found[0] != count:
             if len(self._known) >= MOST_KNOWN:  # a scheduler may change betas in every step
@@ -102,14 +102,14 @@ class Fused:
 
 
 def _corrections(betas: tuple[float, float], count: int, device: torch.device) -> torch.Tensor:
-    """AdamW's two, as torch's kernel takes them: in fp32, by the device's own power function, whose error the difference
-    from 1 blows up in the first steps."""
+    """AdamW's two bias corrections as torch's kernel computes them: in fp32, by the device's own power function, whose error
+    is amplified by the difference from 1 in the first steps."""
     powers = [torch.pow(_fp32(beta, device), _fp32(count, device)) for beta in betas]
     return torch.stack([1 - powers[0], (1 - powers[1]).sqrt()])
 
 
 def _fp32(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((), float(value), dtype=torch.float32, device=device)  # filled there: no copy to wait for
+    return torch.full((), float(value), dtype=torch.float32, device=device)  # filled on the device, without a copy
 
 
 def _check(optimizer: Optimizer, piece: Piece, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
@@ -131,7 +131,7 @@ def _check(optimizer: Optimizer, piece: Piece, weight: torch.Tensor | None, scal
 
 
 def device_kernel(device: torch.device, wanted: frozenset[Kind]) -> Fused | None:
-    """The kernel, tried for all that is wanted of it; `why_no_device_kernel` says why there is none."""
+    """The kernel, after a trial of all wanted variants; `why_no_device_kernel` says why there is none."""
     found = _settled(device, wanted)
     return found if isinstance(found, Fused) else None
 
@@ -162,7 +162,7 @@ def _kernels() -> Any:
 
 
 def _tried(kernel: Fused, device: torch.device, kind: Kind) -> bool:
-    """Whether two updates come within one ulp of torch's, and codes are those of `_codec`."""
+    """Whether two updates come within one ulp of torch's, and codes match `tables/state_codec.py`."""
     optimizer: Optimizer = AdamW(weight_decay=0.1, state="int8" if kind.coded else "fp32")
     if not kind.adamw:
         optimizer = SGD(weight_decay=0.1, momentum=0.9 * kind.buffered, dampening=0.0, nesterov=kind.nesterov)
@@ -200,12 +200,12 @@ def _tried(kernel: Fused, device: torch.device, kind: Kind) -> bool:
 
 
 def within_an_ulp(mine: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of fp32 tensors: equal, or neighbours."""
+    """Whether fp32 tensors are equal, or differ by one ulp."""
     towards = torch.nextafter(other, mine)
     return bool(((mine == towards) | (mine.isnan() & other.isnan())).all())
 
 
 def nearly_all(mine: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of codes: equal, but for a few that are neighbours."""
-    separate = (mine.int() - other.int()).abs()
-    return bool((separate <= 1).all()) and bool(separate.sum() <= MOST_OTHER * separate.numel())
+    """Whether codes are equal, except for a few that differ by one."""
+    difference = (mine.int() - other.int()).abs()
+    return bool((difference <= 1).all()) and bool(difference.sum() <= MOST_OTHER * difference.numel())

@@ -1,4 +1,4 @@
-"""A kernel of our own, or in words why there is none: training goes on without it, whatever it was."""
+"""Loads one of scrimp's own kernels, or returns the reason why not: training continues with torch's kernels in any case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kernel = TypeVar("Kernel")
 
 
 def kernel_or_reason(switch: str, make: Callable[[], Kernel | str]) -> Kernel | str:
-    """What `make` gives, unless the environment's `switch` is 0."""
+    """The result of `make`, or the reason of its failure. The environment variable `switch`=0 disables the kernel."""
     if os.environ.get(switch) == "0":
         return f"{switch} is 0"
     try:
@@ -27,7 +27,7 @@ def kernel_or_reason(switch: str, make: Callable[[], Kernel | str]) -> Kernel | 
 
 @contextmanager
 def triton_at_hand() -> Iterator[None]:
-    """It warns of itself, which is nobody's concern; and where it is not, there is no kernel."""
+    """Silences Triton's own warnings on import, and turns a missing Triton into `NoKernelError`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,7 +1,8 @@
-/* AdamW with both moments kept in 8 bits: decode some blocks, update, encode, all within a core's cache. Part of `kernels/host_update.c`.
+/* AdamW with both moments stored in 8 bits: decode some blocks, update, encode, all within a core's cache. Part of
+ * `kernels/host_update.c`.
  *
- * `tables/state_codec.py` says what the codes mean and has the same arithmetic, bit for bit. It is plain C here, for every level: whole
- * numbers and single products, which the compiler makes vectors of without changing them.
+ * `tables/state_codec.py` documents the codes and has the same arithmetic, bit for bit. It is plain C here, for every level:
+ * integers and single products, which the compiler vectorises without changing results.
  */
 
 #define CODED 64 /* elements with one scale */
@@ -80,7 +81,7 @@ INLINE void coded_span(const struct update *u, int64_t i, int64_t stop, void (*a
             decode(first_codes + b * CODED, first_scales[b], first + b * CODED);
             decode_unsigned(second_codes + b * CODED, second_scales[b], second + b * CODED);
         }
-        if (rest) { /* a parameter's last block, cut short: what would follow counts as 0 */
+        if (rest) { /* the incomplete last block of a parameter: missing elements count as 0 */
             memcpy(codes, first_codes + whole * CODED, rest);
             memcpy(unsigned_codes, second_codes + whole * CODED, rest);
             decode(codes, first_scales[whole], first + whole * CODED);

@@ -12,8 +12,8 @@ enum sums {
     SECOND, /* or the product c * d */
 };
 
-#define CHUNK 1024 /* elements, in the nearest cache */
-#define PLAIN_LANES 8 /* of torch's vectors where they are not the processor's */
+#define CHUNK 1024 /* elements, to stay in the first-level cache */
+#define PLAIN_LANES 8 /* of torch's vectors on processors without vectors */
 
 static void form_of(struct update *u, int level) {
     int packed = level > FUSED;
@@ -49,7 +49,7 @@ INLINE void weights(const struct update *u, int64_t i, int n, int nan) {
     else round_to(to, from, n, KEPT);
 }
 
-/* `back` is 1 - lerp with its sign changed: where that is 0, torch's vectors and its other code have another sign. */
+/* `back` is 1 - lerp with its sign changed: where that is 0, torch's vector code and its scalar code differ in sign. */
 INLINE void adamw_some(const struct update *u, float *restrict master, float *restrict first, float *restrict second,
                        const float *restrict gradient, int n, float back, int sums) {
     float lerp = u->lerp, beta2 = u->beta2, square = u->square, decay = u->decay, step = u->step, root = u->root, eps = u->eps;
@@ -65,7 +65,7 @@ INLINE void adamw_some(const struct update *u, float *restrict master, float *re
 }
 
 INLINE void adamw_part(const struct update *given, int64_t i, int64_t stop, float back, int sums, int nan) {
-    const struct update copy = *given, *u = &copy; /* its own, so that stores cannot change it */
+    const struct update copy = *given, *u = &copy; /* a private copy, so that the compiler knows that stores cannot change it */
     float gradient[CHUNK];
     for (; i < stop; i += CHUNK) {
         int n = (int)(stop - i < CHUNK ? stop - i : CHUNK);

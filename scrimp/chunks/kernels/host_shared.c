@@ -1,5 +1,5 @@
-/* What the kernels for the host share: numbers of 16 bits, instruction sets, threads. Part of each of them, after its JOB: a
- * structure with `span`, which does a part of it, from one element to before another, and `numel`.
+/* Code that the host's kernels share: 16-bit numbers, instruction sets, threads. Each kernel includes it after it has defined
+ * JOB: a structure with `span`, a function that does the job for a range of elements, and `numel`.
  */
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -16,7 +16,7 @@ enum kind { NONE, FP32, BF16, FP16 };
 enum level { PLAIN, AVX2, AVX512, FUSED }; /* FUSED: plain C for processors that all have fused multiply-adds */
 enum nan_kind { QUIET, ONES, KEPT }; /* what is no number, in bf16: 0x7fc0, 0xffff, or the upper half of its bits */
 
-#define BLOCK 65536 /* what a thread takes at a time; a multiple of the lanes, so that the end stays where it is */
+#define BLOCK 65536 /* elements that a thread takes at a time; a multiple of the lanes, so that the tail stays in place */
 
 #ifdef X86
 #define FMA_TARGET __attribute__((target("avx2,fma,f16c")))
@@ -26,7 +26,7 @@ enum nan_kind { QUIET, ONES, KEPT }; /* what is no number, in bf16: 0x7fc0, 0xff
 INLINE float from_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 INLINE uint32_t to_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
-#ifdef __aarch64__ /* every such processor converts them */
+#ifdef __aarch64__ /* all aarch64 processors convert them in hardware */
 INLINE float from_fp16(uint16_t half) { __fp16 x; memcpy(&x, &half, 2); return x; }
 INLINE uint16_t to_fp16(float x) { __fp16 rounded = (__fp16)x; uint16_t half; memcpy(&half, &rounded, 2); return half; }
 #else
@@ -70,7 +70,7 @@ int scrimp_level(void) {
 #endif
 }
 
-/* Threads: workers that sleep until there is something to do, and take blocks of it until none is left. */
+/* Threads: workers that sleep until there is a job, and take blocks of it until none is left. */
 
 static struct {
     pthread_mutex_t call, lock; /* one update at a time; what follows */
@@ -108,7 +108,7 @@ static void *worker(void *number) {
 
 static void hire(int wanted) {
     if (pool.workers >= wanted) return;
-    sigset_t all, before; /* signals are for the program's own threads */
+    sigset_t all, before; /* signals go to the program's own threads */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.workers < wanted) {
@@ -143,7 +143,7 @@ static void run(const JOB *u, int threads) {
     pthread_mutex_unlock(&pool.call);
 }
 
-static void forked(void) { /* a child has no workers, and nobody who would open the locks */
+static void forked(void) { /* a child process has no workers, and inherits locked locks */
     pthread_mutex_init(&pool.call, 0);
     pthread_mutex_init(&pool.lock, 0);
     pthread_cond_init(&pool.wake, 0);

@@ -1,6 +1,6 @@
 """The trial before the host's update kernel is used: a few updates must have the bits of torch's fused kernels.
 
-Another build of torch may round in another order. The numbers here tell all forms (`kernels/host_forms.py`) apart.
+Another build of torch may round in another order. The inputs here distinguish all forms (`kernels/host_forms.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Trial:
-    """Masters, both moments and gradients before the updates, and what torch makes of them, for each of ROUNDS."""
+    """Masters, both moments and gradients before the updates, and torch's results, for each of ROUNDS."""
 
     before: list[list[Tensors]]
     after: list[list[Tensors]]

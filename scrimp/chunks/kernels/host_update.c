@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define AHEAD 4096 /* bytes: the machine's own prefetching stops at the end of a page */
+#define AHEAD 4096 /* bytes to prefetch ahead: the hardware prefetcher stops at the end of a page */
 
 struct update {
     void (*span)(const struct update *, int64_t, int64_t);
@@ -112,11 +112,11 @@ TARGET INLINE void store_fp16_avx512(uint16_t *to, F x) { _mm256_storeu_si256((_
 
 #include "host_codec.c"
 
-/* What Python calls. `level` is one of those in `kernels/host_shared.c`, or a form. */
+/* The functions that Python calls. `level` is one of those in `kernels/host_shared.c`, or a form. */
 
 static struct update adamw_of(const void *gradient, int gradient_kind, void *weight, int weight_kind, int64_t numel, double scale,
                               double lr, double beta1, double beta2, double eps, double weight_decay, double count, int level) {
-    double times = (float)count; /* torch keeps it in fp32 */
+    double times = (float)count; /* torch stores it in fp32 */
     struct update u = {
         .numel = numel, .gradient = gradient, .weight = weight,
         .gradient_kind = gradient_kind, .weight_kind = weight_kind, .scale = (float)scale,
@@ -183,7 +183,7 @@ TARGET INLINE void NAME(weights)(const struct update *u, int64_t i, F x) {
 }
 
 TARGET static void NAME(adamw)(const struct update *given, int64_t i, int64_t stop) {
-    const struct update copy = *given, *u = &copy; /* its own, so that stores cannot change it */
+    const struct update copy = *given, *u = &copy; /* a private copy, so that the compiler knows that stores cannot change it */
     int small = fabsf(u->lerp) < 0.5f;
     F toward = OP(set1)(small ? u->lerp : u->lerp - 1.0f), decay = OP(set1)(u->decay), beta2 = OP(set1)(u->beta2);
     F square = OP(set1)(u->square), root = OP(set1)(u->root), eps = OP(set1)(u->eps), step = OP(set1)(-u->step);

@@ -1,8 +1,8 @@
-"""The host's update by a small C kernel (`kernels/host_update.c`): one pass over memory, with threads of its own and without the
-GIL.
+"""The update on the host by a small C kernel (`kernels/host_update.c`): one pass over memory, with its own threads and without
+the GIL.
 
-It is used where it could be built and where a trial gives the bits of torch's own kernels; torch's are used otherwise. On
-x86-64 torch's instruction set says which form of the kernel that can be, on aarch64 the trial finds it.
+It is used if it can be built and if a trial has the bits of torch's own kernels; otherwise torch's kernels run. On x86-64
+torch's instruction set determines the form of the kernel, on aarch64 the trial finds it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scrimp.chunks.tables.state_codec import seed, state_fields
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LEVELS = ("no vectors", "AVX2", "AVX-512", "compiled C, with fused multiply-adds")
 FUSED = 3  # the level of aarch64
-_CAPABILITIES = {"DEFAULT": 0, "AVX2": 1}  # of torch, whose bits are wanted; all others have more
+_CAPABILITIES = {"DEFAULT": 0, "AVX2": 1}  # torch's, because its bits are wanted; all others mean AVX-512
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_double
 _ENDS: tuple[Any, ...] = (_POINTER, _INT, _POINTER, _INT, ctypes.c_int64)
@@ -68,7 +68,7 @@ class Native:
         count: int,
         threads: int,
     ) -> None:
-        """`count`: how often the parameter was updated, this time included."""
+        """`count`: number of updates of the parameter, this one included."""
         _check(master, (m, v), gradient, weight)
         self.library.scrimp_adamw(
             master.data_ptr(), m.data_ptr(), v.data_ptr(), *_ends(gradient, weight),
@@ -92,7 +92,7 @@ class Native:
         place: int,
         threads: int,
     ) -> None:
-        """The same with moments of 8 bits, as `_codec` has them; `place`: of the first element in its parameter."""
+        """The same with 8-bit moments (`tables/state_codec.py`); `place`: index of the first element in its parameter."""
         if not takes_coded(master, states, gradient, weight):
             raise ValueError("the native kernel is for contiguous CPU tensors of one size, with codes and scales as states")
         self.library.scrimp_adamw_coded(
@@ -127,7 +127,7 @@ class Native:
 
 
 def takes(master: torch.Tensor, states: Sequence[torch.Tensor], gradient: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Whether the kernel is made for these."""
+    """Whether the kernel accepts these tensors."""
     fp32 = (master, *states)
     other = (gradient,) if weight is None else (gradient, weight)
     return (
@@ -154,7 +154,7 @@ def takes_coded(
 
 def _check(
     master: torch.Tensor, states: Sequence[torch.Tensor], gradient: torch.Tensor, weight: torch.Tensor | None
-) -> None:  # what is not so would write where it must not
+) -> None:  # the kernel would write out of bounds otherwise
     if not takes(master, states, gradient, weight):
         raise ValueError("the native kernel is for contiguous CPU tensors of one size: fp32, with a 16-bit weight or none")
 
@@ -165,7 +165,7 @@ def _ends(gradient: torch.Tensor, weight: torch.Tensor | None) -> tuple[int, int
 
 
 def host_kernel() -> Native | None:
-    """The kernel, built if need be. The first call settles it for the process; `why_no_host_kernel` says why there is none."""
+    """The kernel, built if necessary. The first call decides for the process; `why_no_host_kernel` says why there is none."""
     found = _settled()
     return found if isinstance(found, Native) else None
 
@@ -194,7 +194,7 @@ def _made() -> Native | str:
 
 
 def _levels(most: int) -> list[int]:
-    """Those that can have torch's bits, where the machine can do `most`."""
+    """Levels that can have torch's bits on a machine that supports `most`."""
     if most == FUSED:
         return [form.level for form in FORMS]
     return [min(most, _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), 2))]

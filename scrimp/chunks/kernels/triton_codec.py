@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Moments of 8 bits, in Triton: `state_codec.py` says what the codes mean. All of it is whole numbers, single products and a
-division that is rounded correctly, so that equal moments have equal codes here and there.
+"""8-bit moments in Triton; `tables/state_codec.py` documents the codes. It uses only integers, single products and one correctly
+rounded division, so equal moments have equal codes on device and host.
 
-A program has some blocks, one in each row. Only `kernels/triton_update.py` imports this file: Triton need not be there.
+A program handles some blocks, one in each row. Only `kernels/triton_update.py` imports this file, because Triton is optional.
 """
 
 import triton
@@ -21,7 +21,7 @@ MIX_1, MIX_2 = tl.constexpr(state_codec.MIX_1), tl.constexpr(state_codec.MIX_2)
 
 @triton.jit
 def decode(codes, scales):
-    """First moments."""
+    """First moments from codes."""
     codes = codes.to(tl.int32)
     relative = ((tl.abs(codes) + BELOW_FIRST) << SHIFT).to(tl.float32, bitcast=True)
     relative = tl.where(codes == 0, 0.0, relative)
@@ -30,20 +30,20 @@ def decode(codes, scales):
 
 @triton.jit
 def decode_unsigned(codes, scales):
-    """Second moments."""
+    """Second moments from codes."""
     return ((codes.to(tl.int32) + BELOW_SECOND) << SHIFT).to(tl.float32, bitcast=True) * scales
 
 
 @triton.jit
 def scales_of(moments):
-    """Of each row."""
+    """The scale of each row."""
     largest = tl.max(moments.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1, keep_dims=True)
     return tl.maximum(largest, SMALLEST).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def encode(moments, scales, random):
-    """First moments to codes; `random` has 32 bits for each, of which the second moments use the others."""
+    """Codes of first moments; `random` has 32 bits for each, of which the second moments use the other 16."""
     relative = (moments * _inverse(scales)).to(tl.int32, bitcast=True)
     codes = _code(relative, (random << 4) & DITHER, BELOW_FIRST, FIRST)
     return tl.where(relative < 0, -codes, codes).to(tl.int8)
@@ -57,7 +57,7 @@ def encode_unsigned(moments, scales, random):
 
 @triton.jit
 def hashed(x):
-    """32 random bits for each number of 32 bits."""
+    """Hashes each 32-bit number to 32 random bits."""
     x = (x ^ (x >> 16)) * MIX_1
     x = (x ^ (x >> 15)) * MIX_2
     return x ^ (x >> 16)

@@ -7,7 +7,7 @@ contracted. The bias corrections come as numbers on the device, since torch rais
 SGD's is torch's too (FusedSgdKernel.cu): in fp32, every sum with a product in it by a fused multiply-add, as nvcc contracts
 it. Moments of 8 bits are decoded before AdamW's arithmetic, and encoded after it (`kernels/triton_codec.py`).
 
-Only `kernels/device_update.py` imports this file: Triton need not be there. Its annotations are Triton's types, not text, and
+Only `kernels/device_update.py` imports this file, because Triton is optional. Its annotations are Triton's types, not text, and
 say that numbers which change from step to step are not compiled in.
 """
 
@@ -37,7 +37,7 @@ def adamw(
 ):
     start = tl.program_id(0).to(tl.int64) * block
     at = start + tl.arange(0, block)
-    if start + block <= numel:  # without a mask loads and stores are as wide as can be
+    if start + block <= numel:  # without a mask loads and stores have full width
         _adamw(master, m, v, gradient, weight, scale, corrections, lr, beta1, beta2, eps, decay, own_master, at, None)
     else:
         _adamw(master, m, v, gradient, weight, scale, corrections, lr, beta1, beta2, eps, decay, own_master, at, at < numel)
@@ -88,7 +88,7 @@ def adamw_coded(
     coded: tl.constexpr,
     block: tl.constexpr,
 ):
-    """`coded` elements share a scale, and are a row here; `seed` is what the first element's random bits are made of."""
+    """`coded` elements share a scale, and are a row here; `seed` is the hash input of the first element."""
     start = tl.program_id(0).to(tl.int64) * block
     row = tl.arange(0, block // coded)[:, None]
     at = start + (row * coded + tl.arange(0, coded)[None, :])
@@ -117,7 +117,7 @@ def _adamw_coded(
     tl.store(master + at, p, mask)
     if not own_master:
         tl.store(weight + at, p.to(weight.dtype.element_ty), mask)
-    if mask is not None:  # a parameter's last block, cut short: what would follow counts as 0
+    if mask is not None:  # the incomplete last block of a parameter: missing elements count as 0
         first, second = tl.where(mask, first, 0.0), tl.where(mask, second, 0.0)
     scale_1, scale_2 = scales_of(first), scales_of(second)
     random = hashed((seed + at).to(tl.uint32))

@@ -1,1 +1,1 @@
-"""Every byte on the device, measured."""
+"""Meters of device memory: an operator hook on the CPU, the allocator's counters on CUDA."""

@@ -1,8 +1,8 @@
-"""The device meter of a machine without a GPU: every CPU storage that an operator makes, from then until it dies.
+"""The device meter of a machine without a GPU: counts every CPU storage that an operator makes, until it is freed.
 
-The autograd engine runs CPU backward in the calling thread, so the mode sees it too. What a kernel makes and frees inside
-one operator is learned by weighing the operator the first time (`meter/op_profile.py`); from then on the budget is asked before
-it runs. Storages of the engine's own (arenas, layer storages, staging) are known beforehand and charged by their owners.
+The autograd engine runs CPU backward in the calling thread, so the dispatch mode sees it too. Memory that a kernel allocates and
+frees inside one operator is profiled the first time (`meter/op_profile.py`). From then on the meter checks the budget before the
+operator runs. The owners of the engine's own storages (arenas, layer storages, staging) register and charge them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WRAPPED_NBYTES = 8
 
 
 class CpuMeter(PlainMode):
-    """Charges the ledger; calls `over(perhaps)` when the total passes the budget; with `perhaps` when it would, if nothing
-    is let go. `peak_nbytes` is the most that was live of what this meter counts since it was last reset."""
+    """Charges the ledger. Calls `over(False)` when the total exceeds the budget, and `over(True)` when it would unless something
+    is freed. `peak_nbytes`: peak of the bytes that this meter counts, since the last reset."""
 
     def __init__(self, ledger: Ledger, budget_nbytes: int, over: Callable[[bool], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,10 +39,10 @@ class CpuMeter(PlainMode):
         self._wrapped_nbytes = 0
         self._known: dict[int, tuple[str, int]] = {}
         self._lent: set[int] = set()
-        self._shapes: dict[int, tuple[int, ...]] = {}  # of what is counted
-        self._coming: tuple[int, tuple[int, ...]] = (0, ())  # what the operator that runs now makes
-        self._alive: dict[int, weakref.ref[Any]] = {}  # storages that are counted, each with what is to happen when it dies
-        self._self = weakref.ref(self)  # what is told of a death must not keep the engine alive
+        self._shapes: dict[int, tuple[int, ...]] = {}  # of counted storages
+        self._coming: tuple[int, tuple[int, ...]] = (0, ())  # output of the running operator
+        self._alive: dict[int, weakref.ref[Any]] = {}  # counted storages, with a callback for when they are freed
+        self._self = weakref.ref(self)  # so that the callbacks do not keep the engine alive
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -51,7 +51,7 @@ class CpuMeter(PlainMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:  # makes nothing, but may show what no operator has made
+        if func.is_view:  # allocates nothing, but its base may be a storage that no operator made
             out = func(*args, **kwargs)
             self._count_all(out)
         else:
@@ -61,7 +61,7 @@ class CpuMeter(PlainMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator; the peaks learn what it takes, before it runs if that is known."""
+        """Run an operator, and raise the peaks by its memory: before it runs, if its profile is known."""
         signature = signature_of(func, args, kwargs)
         weight = self._scale.known(signature)
         if weight is None:
@@ -79,30 +79,30 @@ class CpuMeter(PlainMode):
         self._count_all(out)
         if self.live_nbytes - before > weight.need_nbytes:
             self._scale.forget(signature)
-        # Freed with the graph, but nobody says when: until the end of the step they are too few to matter.
+        # Freed with the graph, but without notice. They are few, so they count until the end of the step.
         if weight.numbers and torch.is_grad_enabled():
             self._wrapped_nbytes += WRAPPED_NBYTES * weight.numbers
             self.hold(WRAPPED_NBYTES * weight.numbers)
         return out
 
     def expect(self, nbytes: int, kind: str = "parameters") -> None:
-        """So much will be allocated: ask the budget now, and let the ledger's peak know."""
+        """So much is about to be allocated: check the budget now, and raise the ledger's peak."""
         total = self.ledger.total_nbytes + nbytes
-        # Else neither the budget nor the ledger's peak has anything to learn of it.
+        # Otherwise neither the budget nor the ledger's peak is affected.
         if nbytes and (total > self.budget_nbytes or total > self.ledger.peak.nbytes):
             self._prepare(nbytes)
             self._flash(nbytes, kind)
 
     def aside(self, run: Callable[[], None], nbytes: int) -> None:
-        """The engine's own arithmetic, which takes `nbytes` while it runs, and keeps nothing: many small operators, which are
-        not looked at one by one."""
+        """Run the engine's own arithmetic, which takes `nbytes` while it runs and keeps nothing: many small operators, which are
+        not metered one by one."""
         self.expect(nbytes, "temporaries")
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + nbytes)
         with Unseen():
             run()
 
     def _flash(self, nbytes: int, kind: str = "temporaries") -> None:
-        """There for so short that only the peak knows of it."""
+        """Charge and free at once, for memory that lives so briefly that only the peak matters."""
         self.ledger.charge(kind, nbytes)
         try:
             if self.ledger.total_nbytes > self.budget_nbytes:
@@ -111,12 +111,12 @@ class CpuMeter(PlainMode):
             self.ledger.free(kind, nbytes)
 
     def _prepare(self, nbytes: int) -> None:
-        """Before anything is charged: what has to go for it was never there together with it."""
+        """Make room before anything is charged, so that evicted and new bytes never count together."""
         if self.ledger.total_nbytes + nbytes > self.budget_nbytes:
             self._over(True)
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """A storage of the engine's own: its owner charges it."""
+        """Do not count a storage of the engine's own; its owner charges it."""
         storage = tensor.untyped_storage()
         self._known[storage._cdata] = ("", 0)
         weakref.finalize(storage, self._known.pop, storage._cdata, None)
@@ -127,7 +127,7 @@ class CpuMeter(PlainMode):
                 self.count(leaf)
 
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
-        if not tensor.is_cpu or tensor.layout is not torch.strided:  # a sparse one has no storage; no such gradient is accepted
+        if not tensor.is_cpu or tensor.layout is not torch.strided:  # a sparse tensor has no storage
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -144,7 +144,7 @@ class CpuMeter(PlainMode):
 
     @contextmanager
     def allowing(self, nbytes: int) -> Iterator[None]:
-        """With another budget for a while."""
+        """Inside, another budget applies."""
         before, self.budget_nbytes = self.budget_nbytes, nbytes
         try:
             yield
@@ -152,8 +152,8 @@ class CpuMeter(PlainMode):
             self.budget_nbytes = before
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """A batch, for the time of a step: its own bytes, though it may be a part of a larger storage. What is counted already,
-        such as the result of an evaluation, is not counted twice."""
+        """Count a tensor of the batch for the duration of a step: only its own bytes, though its storage may be larger. A storage
+        that is counted already, such as the result of an evaluation, is not counted twice."""
         if not tensor.is_cpu:
             return
         key = tensor.untyped_storage()._cdata
@@ -167,7 +167,7 @@ class CpuMeter(PlainMode):
         self.ledger.charge("buffers", tensor.nbytes)
 
     def mark_saved(self, tensor: torch.Tensor) -> None:
-        """Autograd keeps it: an activation, no longer a temporary."""
+        """Autograd saves it, so it is an activation and no longer a temporary."""
         key = tensor.untyped_storage()._cdata
         kind, nbytes = self._known.get(key, ("", 0))
         if kind == "temporaries":
@@ -175,7 +175,7 @@ class CpuMeter(PlainMode):
             self.ledger.move(nbytes, source="temporaries", target="activations")
 
     def hold(self, nbytes: int) -> None:
-        """Bytes that no operator makes, about to be allocated."""
+        """Count bytes that are about to be allocated outside of operators."""
         self._prepare(nbytes)
         self.live_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
@@ -188,23 +188,23 @@ class CpuMeter(PlainMode):
         self.ledger.free("activations", nbytes)
 
     def replayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """For `checkpoint`: the function, with what is kept to run it again charged."""
+        """For `checkpoint`: the function, which charges what checkpoint saves for the recomputation."""
         return Replayed(run, self)
 
     def reset_peak(self) -> int:
-        """The peak so far; the next one starts from what lives now."""
+        """The peak so far; the next one starts from the live bytes."""
         peak, self.peak_nbytes = self.peak_nbytes, self.live_nbytes
         return peak
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """A batch after its step: it lives on, but is not charged any more, if it was lent."""
+        """End of `lend`: the tensor lives on, but is no longer charged."""
         key = tensor.untyped_storage()._cdata
         if key in self._lent:
             self._lent.remove(key)
             self._freed(key)
 
     def largest(self) -> tuple[int, tuple[int, ...]]:
-        """Bytes and shape of the largest tensor that is live, or is being made."""
+        """Bytes and shape of the largest tensor that is live, or that the running operator makes."""
         live = max(self._shapes, key=lambda key: self._known[key][1], default=None)
         known = (0, ()) if live is None else (self._known[live][1], self._shapes[live])
         return max(known, self._coming)

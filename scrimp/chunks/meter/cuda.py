@@ -1,7 +1,7 @@
-"""The device meter on CUDA: the allocator's own peak counter, read at the moments and whenever what is held changes.
+"""The device meter on CUDA: reads the allocator's peak counter at each schedule step, and before resident bytes change.
 
-What everything but the weights took in between is the allocator's peak, less the weights that were there. The counters are
-the host's view of the allocator, so no synchronisation is needed to read them.
+The memory of everything but the weights is the allocator's peak minus the resident weights. The counters are kept on the host, so
+reading them needs no synchronisation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from scrimp.chunks.meter.cuda_private import grow_segments
 from scrimp.ledger import Ledger
 
-HELD = ("parameters", "gradients", "optimizer", "residual", "padding", "buffers")  # what the ledger is told by its owners
+HELD = ("parameters", "gradients", "optimizer", "residual", "padding", "buffers")  # kinds that their owners charge
 
 
-_capped: dict[torch.device, object] = {}  # whose cap it is, the last meter's
+_capped: dict[torch.device, object] = {}  # the meter that set the cap last
 
 
 def _lift(device: torch.device, token: object) -> None:
@@ -31,8 +31,8 @@ def _lift(device: torch.device, token: object) -> None:
 
 
 class CudaMeter:
-    """The same interface as `CpuMeter`. The budget is a cap on what the allocator reserves, so that passing it is
-    torch's out-of-memory error at the very operator."""
+    """Implements `Meter`. The budget is a cap on what the allocator reserves, so exceeding it raises torch's out-of-memory error
+    at the operator itself."""
 
     def __init__(self, ledger: Ledger, budget_nbytes: int, device: torch.device) -> None:
         grow_segments()
@@ -41,20 +41,20 @@ class CudaMeter:
         self.device = device
         self.budget_nbytes = budget_nbytes
         self._token = object()
-        weakref.finalize(self, _lift, device, self._token).atexit = False  # an engine that nobody closed
+        weakref.finalize(self, _lift, device, self._token).atexit = False  # for an engine that was not closed
         gc.collect()
         torch.cuda.empty_cache()
-        # Between what others have there: reserved already, and hardly of use to anyone.
+        # Free parts of blocks that others have allocated: reserved, but hardly usable.
         self._gaps = max(0, torch.cuda.memory_reserved(device) - self._allocated("current"))
         self.begin()
 
     def begin(self) -> None:
-        """From here on; what is allocated now and is not the engine's was there before it. What others left in the
-        allocator's cache must not serve beyond the cap."""
+        """Start metering. Bytes that are allocated now and are not the engine's belong to others. The allocator's cache is
+        emptied, because blocks in it would not count against the cap."""
         gc.collect()
         torch.cuda.empty_cache()
         self._peak = 0
-        self._others = self._allocated("current") - self._held()  # not the engine's: what was there before it
+        self._others = self._allocated("current") - self._held()  # allocated before the engine
         self._cap()
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -66,7 +66,7 @@ class CudaMeter:
 
     @contextmanager
     def allowing(self, nbytes: int) -> Iterator[None]:
-        """With another budget for a while."""
+        """Inside, another budget applies."""
         before, self.budget_nbytes = self.budget_nbytes, nbytes
         torch.cuda.empty_cache()
         self._cap()
@@ -103,31 +103,32 @@ class CudaMeter:
     def mark_saved(self, tensor: torch.Tensor) -> None: ...
 
     def replayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        return run  # what is kept to run it again is on the host
+        return run  # what checkpoint saves for the recomputation is on the host
 
     def before_change(self) -> None:
-        """What is held is about to change: the peak until now belongs to what is held now."""
+        """Resident bytes are about to change: attribute the peak until now to the current ones."""
         peak = max(0, self._allocated("peak") - self._others - self._held())
         torch.cuda.reset_peak_memory_stats(self.device)
         self._peak = max(self._peak, peak)
-        self.ledger.charge("temporaries", peak)  # so that the ledger's own peak knows of it
+        self.ledger.charge("temporaries", peak)  # raises the ledger's own peak
         self.ledger.free("temporaries", peak)
 
     def reset_peak(self) -> int:
-        """The most that was allocated beside what is held since the last call."""
+        """Peak bytes besides the resident ones since the last call."""
         self.before_change()
         peak, self._peak = self._peak, 0
         return peak
 
     def largest(self) -> tuple[int, tuple[int, ...]]:
-        return 0, ()  # the allocator knows no shapes
+        return 0, ()  # the allocator does not know shapes
 
     def close(self) -> None:
-        """Lift the cap: it holds for the whole process."""
+        """Lift the cap, which applies to the whole process."""
         _lift(self.device, self._token)
 
     def _allocated(self, when: str) -> int:
-        """Asked for in every layer; the function of that name makes a table of all counters first, ten times as long."""
+        """Reads one counter, in every layer. `torch.cuda.memory_allocated` builds a table of all counters, which takes ten times
+        as long."""
         return torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"][when]  # type: ignore[no-any-return]
 
     def _held(self) -> int:

@@ -1,4 +1,4 @@
-"""torch's allocator settings, which have no public name yet."""
+"""torch's allocator settings, which have no public API yet."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ USERS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def grow_segments() -> bool:
-    """Let the allocator's blocks grow in place, so that layers that come and go leave few gaps; whether that was done. A
-    user's own settings are left alone."""
+    """Enables expandable segments, so that fetched and evicted layers fragment memory little; returns whether it did. A user's
+    own settings are left alone."""
     if SET is None or any(name in os.environ for name in USERS):
         return False
     SET("expandable_segments:True")

@@ -1,7 +1,7 @@
-"""torch's dispatch to modes, by private names: switched off for a while, and without the detour that keeps its compiler away,
-which it takes for every operator, and which a mode does not need that only counts: under a mode nothing is compiled.
+"""torch's dispatch modes, by private names: disabled for a while, and without torch's check that keeps its compiler out.
 
-Where the name is missing, modes are taken off and put back, which takes longer.
+torch makes that check for every operator. A mode that only counts does not need it, because nothing is compiled under a mode.
+Where the private name is missing, modes are removed and restored, which takes longer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AVAILABLE = _GUARD is not None
 
 
 class PlainMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode whose operators come straight. However its `with` block ends, it leaves torch's stack."""
+    """A dispatch mode without the compiler check. However its `with` block ends, it leaves torch's stack."""
 
     def __exit__(self, *error: Any) -> None:
         try:
@@ -31,7 +31,7 @@ class PlainMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def take_off(mode: TorchDispatchMode) -> None:
-    """From torch's stack of modes, if an exception in torch's own exit has left it there."""
+    """Removes a mode from torch's stack, if an exception in torch's own exit has left it there."""
     stack = _get_current_dispatch_mode_stack()
     if not any(other is mode for other in stack):
         return
@@ -43,13 +43,13 @@ def take_off(mode: TorchDispatchMode) -> None:
 
 
 class Unseen:
-    """Operators that run inside are seen by no mode of this thread, and by no autograd."""
+    """Operators inside are invisible to all modes of this thread, and to autograd."""
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         if AVAILABLE:
-            self._guard = _GUARD()  # it lasts as long as the object
+            self._guard = _GUARD()  # in effect as long as the object lives
         else:
             self._guard = _disable_current_modes()
             self._guard.__enter__()
@@ -62,7 +62,7 @@ class Unseen:
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, without its graph; no mode sees that."""
+    """The tensor without its graph; no mode sees this."""
     if not AVAILABLE:
         return tensor.detach()
     guard = _GUARD()

@@ -1,6 +1,6 @@
-"""What an operator takes while it runs, its outputs and all that its kernel makes and frees, learned by weighing it once.
+"""Profiles the memory of an operator: its outputs and everything its kernel allocates and frees, measured once.
 
-Shapes, strides and dtypes decide that, so the weight of one call holds for all calls of the same signature.
+Shapes, strides and dtypes decide it, so the profile of one call holds for all calls with the same signature.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from scrimp.chunks.meter.profiler_private import heard, listen
 
-MOST_SIGNATURES = 20_000  # where shapes never repeat, the memory for them must not grow for ever
-GENEROUS = 4  # a product of bf16 matrices, summed in fp32, took 3 times its inputs
+MOST_SIGNATURES = 20_000  # bounds the table where shapes never repeat
+GENEROUS = 4  # guess, times the inputs: a product of bf16 matrices, summed in fp32, took 3 times its inputs
 
 
 class Weight(NamedTuple):
-    """`need_nbytes`: the most that was live of what the operator made. `numbers`: how many plain numbers it was given for
-    tensors; torch wraps each in 8 bytes, and autograd may keep them. `out`: the tensor that it makes, if it is one."""
+    """`need_nbytes`: peak of what the operator allocated. `numbers`: plain numbers among its tensor arguments; torch wraps each
+    in 8 bytes, and autograd may save them. `out_nbytes`, `out_shape`: of its output, if that is one tensor."""
 
     need_nbytes: int
     numbers: int
@@ -28,6 +28,8 @@ class Weight(NamedTuple):
 
 
 class Scale:
+    """The table of profiles."""
+
     def __init__(self) -> None:
         self._weights: dict[Hashable, Weight] = {}
         self._most: dict[Any, int] = {}
@@ -35,11 +37,11 @@ class Scale:
     def known(self, signature: Hashable) -> Weight | None:
         try:
             return self._weights.get(signature)
-        except TypeError:  # an argument that has no hash
+        except TypeError:  # an unhashable argument
             return None
 
     def weigh(self, signature: Hashable, func: Any, args: Any, kwargs: Any) -> tuple[Any, Weight]:
-        """Run an operator; its result, and what it took, or 0 where that cannot be known."""
+        """Run an operator and measure it; returns its result and its profile, with 0 bytes if it cannot be measured."""
         need, listening = 0, listen()
         try:
             out = func(*args, **kwargs)
@@ -55,11 +57,11 @@ class Scale:
         return out, weight
 
     def guess(self, func: Any, args: Any) -> int:
-        """For a signature not met before: what the operator took at most so far, or some times what it is given."""
+        """For a new signature: the most that the operator took so far, or a multiple of its inputs."""
         return max(GENEROUS * sum(tensor.nbytes for tensor in _tensors(args)), self._most.get(func, 0))
 
     def forget(self, signature: Hashable) -> None:
-        """Its outputs turned out larger than the weight, so they depend on the data: weigh it again next time."""
+        """Its outputs were larger than profiled, so they depend on the data: profile it again next time."""
         if self.known(signature):
             del self._weights[signature]
 
@@ -73,7 +75,7 @@ class Scale:
 
 
 def signature_of(func: Any, args: Any, kwargs: Any) -> Hashable:
-    """What decides how much an operator takes. Floats do not, and may differ at every step: all count as one."""
+    """What decides how much memory an operator takes. Floats do not, and may differ at every step: all count as one."""
     parts: list[Any] = [func]
     for leaf in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         if isinstance(leaf, torch.Tensor):

@@ -1,6 +1,6 @@
-"""torch's first profiler, by private names: the only one that can be started and read inside a step, many times, quietly.
+"""torch's legacy profiler, by private names: the only one that can start and stop inside a step, many times, without output.
 
-Where the names are missing or another profiler runs on this thread, `listen` says so and hears nothing.
+Where the names are missing, or another profiler runs on this thread, `listen` returns False.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _profiler: Any = getattr(torch._C, "_profiler", None)
 
 
 def _config() -> Any:
-    """What it records: the memory of CPU operators; no shapes, stacks, flops or modules."""
+    """Records memory of CPU operators; no shapes, stacks, flops or modules."""
     try:
         return _profiler.ProfilerConfig(
             _profiler.ProfilerState.CPU, False, True, False, False, False, _profiler._ExperimentalConfig()
@@ -29,7 +29,7 @@ AVAILABLE = _CONFIG is not None and all(hasattr(_autograd, name) for name in _NA
 
 
 def listen() -> bool:
-    """Record what this thread allocates from here on; False if that cannot be."""
+    """Start to record this thread's allocations; False if that is not possible."""
     if not AVAILABLE or _autograd._profiler_enabled():
         return False
     _autograd._enable_profiler_legacy(_CONFIG)
@@ -37,6 +37,6 @@ def listen() -> bool:
 
 
 def heard() -> list[int]:
-    """Bytes allocated (frees are negative) since `listen`, in order of time; the recording ends."""
+    """Stop recording; returns the bytes allocated since `listen` in order of time, frees as negative numbers."""
     records = _autograd._disable_profiler_legacy()
     return [event.cpu_memory_usage() for thread in records for event in thread if event.kind() == "memory_alloc"]

@@ -1,4 +1,4 @@
-"""What a meter of device memory does. `CpuMeter` sees every storage that an operator makes; `CudaMeter` reads the allocator."""
+"""The interface of a device meter. `CpuMeter` counts every storage that an operator makes; `CudaMeter` reads the allocator."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ class Meter(Protocol):
 
     @property
     def live_nbytes(self) -> int:
-        """What is allocated now, besides the engine's own."""
+        """Bytes allocated now, besides the engine's own."""
 
     def begin(self) -> None:
-        """The engine is built: what is there now is its own."""
+        """The engine is built: everything allocated now is its own."""
 
     def allowing(self, nbytes: int) -> AbstractContextManager[None]:
-        """With another budget for a while."""
+        """Inside, another budget applies."""
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """A storage of the engine's own, which its owner charges."""
+        """Do not count a storage of the engine's own, which its owner charges."""
 
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
-        """A storage that the meter did not see being made."""
+        """Count a storage that the meter did not see being made."""
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """A tensor of the batch: counted while the step runs."""
+        """Count a tensor of the batch while the step runs."""
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """The end of `lend`."""
+        """End of `lend`."""
 
     def expect(self, nbytes: int) -> None:
-        """Make room for what is about to be allocated."""
+        """Make room for so many bytes that are about to be allocated."""
 
     def aside(self, run: Callable[[], None], nbytes: int) -> None:
-        """Run something whose allocations are known, and not the model's."""
+        """Run engine code whose allocations are known."""
 
     def mark_saved(self, tensor: torch.Tensor) -> None:
-        """Autograd keeps it: an activation."""
+        """Autograd saves the tensor, so it is an activation."""
 
     def replayed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that torch's checkpoint will run again, without what checkpoint keeps for itself."""
+        """Wraps a function that torch's checkpoint will run again, and accounts for what checkpoint itself saves."""
 
     def reset_peak(self) -> int:
         """The peak since the last reset."""

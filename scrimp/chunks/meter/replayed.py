@@ -1,5 +1,5 @@
-"""What `torch.utils.checkpoint` keeps for itself: the random state, from a layer's forward until its graph goes, and one
-more while the layer runs again. They are no operator's outputs, so no dispatch mode sees them."""
+"""Accounts for the random state that `torch.utils.checkpoint` saves: from a layer's forward until its graph is freed, and once
+more during the recomputation. No operator makes it, so no dispatch mode sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Holder(Protocol):
-    """Charges, and frees, bytes that no operator made."""
+    """Charges and frees bytes that no operator made."""
 
     def hold(self, nbytes: int) -> None: ...
 
@@ -19,7 +19,7 @@ class Holder(Protocol):
 
 
 class Replayed:
-    """A function for one `checkpoint`, which keeps it exactly as long as the random state."""
+    """A function for one `checkpoint`, which holds it exactly as long as the random state."""
 
     def __init__(self, run: Callable[..., Any], holder: Holder) -> None:
         self._run = run

@@ -1,1 +1,1 @@
-"""Which layers stay resident, which tier each layer gets, and what that costs."""
+"""Schedules of prefetch and eviction, the tier of each layer, and their predicted cost."""

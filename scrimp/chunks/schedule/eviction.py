@@ -1,12 +1,12 @@
-"""Which layers to hold at each moment, so that the fewest bytes come, under a room that changes over time.
+"""Schedules prefetch and eviction: which layers are resident at each schedule step, fetching the fewest bytes in changing room.
 
-A trace is the cyclic sequence of moments of a step: at each, some layers are needed together, and `room` bytes are left
-for weights beside everything else. Between moments a layer that is held costs nothing; a layer that must come costs its
-bytes up. A layer that is dropped costs nothing: its home has its content (it does, until its gradient lands). `_gaps` chooses
-the layers that stay from one use to the next; every other layer leaves right after its use.
+A trace is the cyclic sequence of schedule steps of a training step. Each step needs some layers together, and leaves `room` bytes
+for weights besides everything else. Keeping a layer resident between steps costs nothing. Fetching one costs its bytes. Evicting
+one costs nothing, because its tier has its content (until its gradient arrives). `gaps.py` chooses the layers that stay from one
+use to the next; every other layer is evicted right after its use.
 
-What room is left at a moment is lent: to layers on their way home, so that the next ones need not wait for the copy, and
-to layers of the next moments, which then come while this one computes.
+The room left at a step is lent: to layers whose gradients are being copied down, so that the next layers need not wait for the
+copy, and to layers of the next steps, which are then prefetched while this one computes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from scrimp.chunks.schedule.gaps import Gap, most_saved
 from scrimp.errors import FitError
 from scrimp.ledger import format_nbytes
 
-AHEAD = 2  # moments that a fetch may run ahead of its use
+AHEAD = 2  # schedule steps that a prefetch may run ahead of its use
 MOST_ROUNDS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleStep:
-    """`needs`: layers that must be there, `empty` those of them of which only the place is needed; `ends`: layers that
-    leave after it (their gradients have landed); `room_nbytes`: for weights."""
+    """`needs`: layers that must be resident; `empty`: those of them that need only their buffer; `ends`: layers that leave after
+    it, because their gradients have arrived; `room_nbytes`: room for weights."""
 
     needs: tuple[int, ...]
     room_nbytes: int
@@ -38,9 +38,9 @@ class ScheduleStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """For moment i: `drops[i]` to let go of before it, `fetches[i]` what comes for it, `ahead[i]` what to start bringing
-    during it; `lingers[i]`: layers that ended in the moment before and may stay while they are copied home. `keeps`:
-    what stays from one step to the next."""
+    """For schedule step i: `drops[i]` are evicted before it, `fetches[i]` are fetched for it, `ahead[i]` are prefetched during
+    it. `lingers[i]`: layers that ended in the step before and may stay while their gradients are copied down. `keeps`: layers
+    that stay from one training step to the next."""
 
     drops: tuple[tuple[int, ...], ...]
     fetches: tuple[tuple[int, ...], ...]
@@ -51,7 +51,7 @@ class Schedule:
 
 
 class _Uses:
-    """When each layer is needed, and when next."""
+    """The schedule steps that need each layer, and the next one from a given step."""
 
     def __init__(self, schedule_steps: Sequence[ScheduleStep]) -> None:
         self.total = len(schedule_steps)
@@ -67,7 +67,7 @@ class _Uses:
 
 
 def schedule(schedule_steps: Sequence[ScheduleStep], nbytes: Sequence[int]) -> Schedule:
-    """Of a step that begins with the layers that it ends with."""
+    """The schedule of a training step that begins with the layers it ends with."""
     used = [sum(nbytes[layer] for layer in schedule_step.needs) for schedule_step in schedule_steps]
     for index, schedule_step in enumerate(schedule_steps):
         if used[index] > schedule_step.room_nbytes:
@@ -89,7 +89,7 @@ def schedule(schedule_steps: Sequence[ScheduleStep], nbytes: Sequence[int]) -> S
         tuple(k for k in before.needs if k not in before.ends and k not in now.needs and (k, index) not in stays)
         for index, (before, now) in enumerate(pairwise(schedule_steps))
     ]
-    drops = [(), *leave]  # after the last moment all go that are not in `keeps`
+    drops = [(), *leave]  # after the last step all layers that are not in `keeps` are evicted
     fetches = [
         tuple(layer for layer in schedule_step.needs if layer not in schedule_step.empty and (layer, index) not in comes)
         for index, schedule_step in enumerate(schedule_steps)
@@ -106,7 +106,7 @@ def schedule(schedule_steps: Sequence[ScheduleStep], nbytes: Sequence[int]) -> S
 
 
 def _gaps(schedule_steps: Sequence[ScheduleStep], nbytes: Sequence[int]) -> list[Gap]:
-    """Between two uses of a layer, where the second wants its weights and the first does not end it."""
+    """Intervals between two uses of a layer, where the second needs its weights and the first does not end it."""
     total, uses = len(schedule_steps), _Uses(schedule_steps)
     return [
         Gap(layer, nbytes[layer], now, then, total)
@@ -136,7 +136,7 @@ def _ahead(
     fetches: list[tuple[int, ...]],
     leaving: Sequence[set[int]],
 ) -> tuple[tuple[int, ...], ...]:
-    """Fetches begin as early as there is room for them, but not while the same layer is still on its way out."""
+    """Prefetches start as early as there is room, but not while the same layer is still being evicted."""
     ahead: list[list[int]] = [[] for _ in schedule_steps]
     for index in range(1, len(schedule_steps)):
         for layer in fetches[index]:
@@ -157,14 +157,14 @@ def _ahead(
 
 
 def least_fetched_nbytes(schedule_steps: Sequence[ScheduleStep], nbytes: Sequence[int]) -> int:
-    """What any schedule of this trace must fetch in a step, if layers could be held in parts: every byte is a page that
-    is asked for together with its layer, and for pages of one size the farthest next use is the best to drop."""
+    """A lower bound on the bytes that any schedule of this trace must fetch. It lets layers be resident in part: every byte is a
+    page that is requested with its layer, and for pages of one size evicting the farthest next use is optimal."""
     uses = _Uses(schedule_steps)
     held: dict[int, int] = {}
     rounds = [_fetched_in_parts(schedule_steps, nbytes, uses, held) for _ in range(MOST_ROUNDS)][1:]
     if len({*rounds}) == 1:
         return rounds[0]
-    # They do not settle: another schedule could at most begin with everything.
+    # The rounds do not converge: another schedule could at best begin with every layer resident.
     return max(0, sum(rounds) - sum(nbytes)) // len(rounds)
 
 

@@ -1,12 +1,12 @@
-"""Which layers to hold from one use to the next, so that the fewest bytes come again.
+"""Chooses which layers to keep resident from one use to the next, so that the fewest bytes are fetched again.
 
-A gap is the time between two uses of a layer. A layer that is held over its whole gap need not come for the second use; a
-layer that leaves in the middle must come as if it had left at once. So each gap is held entirely or not at all. At every
-moment, the gaps held there must fit into the room that the moment's own layers leave. The most bytes saved is a packing
-problem, and layers differ in size, so no single order of dropping solves it: "farthest next use first" (Belady) is optimal
-only for layers of one size.
+A gap is the time between two uses of a layer. A layer that stays over its whole gap need not be fetched for the second use. One
+that is evicted in the middle must be fetched as if it had been evicted at once. So each gap is held entirely or not at all. At
+every schedule step, the gaps held there must fit into the room that the step's own layers leave. The most bytes saved is a
+packing problem. Layers differ in size, so no single eviction order solves it: "farthest next use first" (Belady) is optimal only
+for layers of one size.
 
-`most_saved` begins with that order, which is near, and then searches by branch and bound. The search is exact where it ends
+`most_saved` begins with that order, which is near optimal, and then searches by branch and bound. The search is exact if it ends
 within NODES nodes, as it does for dozens of layers of different sizes, and for any number of equal ones.
 """
 
@@ -24,8 +24,8 @@ NODES = 2000
 
 @dataclass(frozen=True)
 class Gap:
-    """A layer of `nbytes` is used at moment `after` and next at moment `before`; in the next step if that is not later.
-    There are `total` moments in a step."""
+    """A layer of `nbytes` is used at schedule step `after` and next at step `before`, which is in the next training step if it is
+    not later. A training step has `total` schedule steps."""
 
     layer: int
     nbytes: int
@@ -35,7 +35,7 @@ class Gap:
 
     @cached_property
     def schedule_steps(self) -> tuple[slice, ...]:
-        """Those that it spans."""
+        """The schedule steps that it spans."""
         if self.before > self.after:
             return (slice(self.after + 1, self.before),)
         return slice(self.after + 1, self.total), slice(0, self.before)
@@ -59,11 +59,11 @@ class Gap:
 
 
 def most_saved(gaps: Sequence[Gap], room: Sequence[int]) -> frozenset[Gap]:
-    """Gaps to hold, of the most bytes in all, such that those at each moment are within its room."""
+    """Gaps to hold, of the most bytes in all, such that those at each schedule step fit its room."""
     left = np.array(room, dtype=np.int64)
     free = {gap for gap in gaps if not gap.nbytes or not gap.length}
     possible = [gap for gap in gaps if gap not in free and gap.fits(left)]
-    # With layers of one size this is optimal: whichever gap ends first can take the place of any other that is in its way.
+    # With layers of one size this is optimal: the gap that ends first can replace any other that conflicts with it.
     found = set()
     for gap in sorted(possible, key=lambda gap: (gap.before <= gap.after, gap.before, gap.layer)):
         if gap.fits(left):
@@ -75,24 +75,24 @@ def most_saved(gaps: Sequence[Gap], room: Sequence[int]) -> frozenset[Gap]:
 
 
 def _searched(gaps: Sequence[Gap], room: NDArray[np.int64], found: set[Gap]) -> set[Gap]:
-    """`found`, or a better choice if one is met within NODES nodes: large gaps first, each first held and then not."""
+    """`found`, or a better choice within NODES nodes: large gaps first, each first held and then not."""
     order = sorted(gaps, key=lambda gap: (-gap.nbytes, gap.before <= gap.after, gap.length, gap.layer))
-    # Of two gaps of one size, the one inside the other is never the worse to hold.
+    # Of two gaps of one size, the one inside the other is never the worse choice.
     needs = [i > 0 and order[i - 1].nbytes == gap.nbytes and order[i - 1].inside(gap) for i, gap in enumerate(order)]
-    # What can be saved at most from gap i on: all that do not span the narrowest moment, and of the others its room.
+    # Upper bound on the bytes saved from gap i on: all gaps that do not span the narrowest step, and its room for the others.
     narrow = _narrowest(order, room)
     crossing = [gap.spans(narrow) for gap in order]
-    separate, across = [0], [0]
+    aside, across = [0], [0]
     for gap, crosses in zip(reversed(order), reversed(crossing), strict=True):
-        separate.append(separate[-1] + (0 if crosses else gap.nbytes))
+        aside.append(aside[-1] + (0 if crosses else gap.nbytes))
         across.append(across[-1] + (gap.nbytes if crosses else 0))
-    separate.reverse()
+    aside.reverse()
     across.reverse()
     best, saved = sum(gap.nbytes for gap in found), 0
     holds: list[bool] = []
     for _ in range(NODES):
         i = len(holds)
-        if saved + separate[i] + min(across[i], int(room[narrow])) > best:
+        if saved + aside[i] + min(across[i], int(room[narrow])) > best:
             if i < len(order):
                 gap = order[i]
                 holds.append(not (needs[i] and not holds[-1]) and gap.fits(room))
@@ -113,7 +113,7 @@ def _searched(gaps: Sequence[Gap], room: NDArray[np.int64], found: set[Gap]) -> 
 
 
 def _narrowest(gaps: Sequence[Gap], room: NDArray[np.int64]) -> int:
-    """The moment where the most bytes of gaps find no room."""
+    """The schedule step where the most bytes of gaps do not fit."""
     wanted = np.zeros_like(room)
     for gap in gaps:
         gap.take(wanted, -gap.nbytes)

@@ -1,20 +1,20 @@
-"""Choosing, from a trace, what is kept and where: least predicted seconds within the budget.
+"""Chooses placements and kept activations from a trace: least predicted seconds within the budget.
 
 Variables:
-    A   layers whose home is the device: no traffic, updated there; each holds its weights, masters and states for good
-    T   layers whose weights stay on the device, and whose masters and states pass through it for the update
-    K   layers whose activations are kept from forward to backward; the others' are computed again
-    the schedule of the rest (`_residency`): how often each layer's weights come
+    A   layers placed on the device: no traffic, updated there; each holds its weights, masters and states permanently
+    T   layers whose weights stay on the device, and whose masters and states are streamed through it for the update
+    K   layers whose activations are kept from forward to backward; the others are recomputed
+    the schedule of the rest (`eviction.py`): how often each layer's weights are fetched
 
-Constraint, at every moment: A + weights there + kept activations + what the trace saw beside weights <= budget.
+Constraint, at every schedule step: A + resident weights + kept activations + what the trace measured besides weights <= budget.
 
-A grows from the first layers executed (their gradients come last and their weights are wanted first), K from the last
+A grows from the first layers executed (their gradients come last and their weights are needed first), K from the last
 ones (their activations live the shortest). That leaves two numbers, searched on a grid that is refined around its best
 point; every point is a full simulation of the schedule. For each of them the size of T is a linear program in one unknown
-(each layer more takes from the host's memory what it gives to link and device), so all its sizes are compared; its layers
-are spread evenly, so that the host and the link are done with their shares at the same time all along the model.
+(each further layer takes from the host's memory what it gives to link and device), so all its sizes are compared. The layers of T
+are spread evenly, so that the host and the link finish their shares at the same time all along the model.
 
-Seconds of a step: `_costs`.
+Seconds of a step: `step_cost.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ GRID = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
+    """A placement of all layers with its schedule and predicted cost."""
+
     device: frozenset[int]
     streamed: frozenset[int]
     kept: frozenset[int]
@@ -53,10 +55,10 @@ def choose_placement(
     checked: bool = True,
     streamed: frozenset[int] = frozenset(),
 ) -> Choice:
-    """`room_nbytes` of the moments is what the trace left, with every recomputable layer recomputed and no home on the
-    device; `update_room_nbytes` is what an update leaves for homes; `stages_nbytes` are needed for anything to pass.
-    `compute`: seconds of forward and backward, if they are known and all else may overlap with them. `streamed`: layers that
-    pass in any case."""
+    """`room_nbytes` of the schedule steps is what the trace left free, with every recomputable layer recomputed and no layer
+    placed on the device. `update_room_nbytes`: room for placements during an update. `stages_nbytes`: buffers needed if any layer
+    is streamed. `compute`: seconds of forward and backward, if they are known and everything else may overlap with them.
+    `streamed`: layers that are streamed in any case."""
     order = [*dict.fromkeys(layer for schedule_step in schedule_steps for layer in schedule_step.needs)]
     fixed = [k for k, layer in enumerate(layers) if layer.fixed]
     movable = [*fixed, *(k for k in order if layers[k].movable and not layers[k].fixed)]
@@ -80,19 +82,19 @@ def choose_placement(
     best = _refine(attempt, len(fixed), len(movable), len(recomputable))
     if best is None:
         point.evaluate(frozenset(fixed), frozenset(), streamed, strict=True)
-        raise FitError("no choice of homes and kept activations fits")
+        raise FitError("no choice of placements and kept activations fits")
     return best
 
 
 def _refine(attempt: Callable[[int, int], Choice | None], least: int, placements: int, keeps: int) -> Choice | None:
-    """Over homes from `least` on, and keeps from none on."""
+    """Searches the number of layers on the device, from `least` on, and of layers kept, from 0 on."""
     best: tuple[float, int, int] | None = None
     low, high = (least, 0), (placements, keeps)
     while True:
         for a in _grid(low[0], high[0]):
             for k in _grid(low[1], high[1]):
                 choice = attempt(a, k)
-                # Of equal seconds the one that holds less.
+                # Of equal seconds the one that holds fewer.
                 if choice is not None and (best is None or (choice.seconds, a, k) < best):
                     best = (choice.seconds, a, k)
         if best is None and max(high[0] - low[0], high[1] - low[1]) > 1:
@@ -116,7 +118,7 @@ def _grid(low: int, high: int) -> list[int]:
 
 
 def _spans(schedule_steps: Sequence[ScheduleStep]) -> Mapping[int, tuple[int, int]]:
-    """For each layer its first and last moment of use."""
+    """For each layer its first and last schedule step."""
     spans: dict[int, tuple[int, int]] = {}
     for index, schedule_step in enumerate(schedule_steps):
         for layer in schedule_step.needs:
@@ -127,7 +129,7 @@ def _spans(schedule_steps: Sequence[ScheduleStep]) -> Mapping[int, tuple[int, in
 
 @dataclass(frozen=True)
 class _Point:
-    """All that choices have in common."""
+    """The inputs that all choices share."""
 
     schedule_steps: Sequence[ScheduleStep]
     layers: Sequence[LayerCost]
@@ -182,7 +184,7 @@ class _Point:
 
     def work(self, device: frozenset[int], kept: frozenset[int], streamed: frozenset[int], up_nbytes: float) -> Work:
         again = sum(layer.again_seconds for k, layer in enumerate(self.layers) if layer.recomputable and k not in kept)
-        forward, backward = self.compute or (0.0, again)  # without them those of every choice are left out
+        forward, backward = self.compute or (0.0, again)  # if unknown, the compute that all choices share is left out
         there = device | streamed
         return Work(
             forward_seconds=forward,
@@ -195,7 +197,7 @@ class _Point:
         )
 
     def streaming(self, found: Choice, candidates: Sequence[int]) -> frozenset[int]:
-        """How many of the candidates would pass, if that changed nothing else but that their weights need not come."""
+        """The best number of candidates to stream, assuming that it only saves the fetches of their weights."""
         best = (found.seconds, 0)
         for count in range(1, len(candidates) + 1):
             streamed = _spread(candidates, count)
@@ -206,5 +208,5 @@ class _Point:
 
 
 def _spread(candidates: Sequence[int], count: int) -> frozenset[int]:
-    """So many of them, evenly."""
+    """`count` of the candidates, evenly spaced."""
     return frozenset(candidates[(2 * k + 1) * len(candidates) // (2 * count)] for k in range(count))

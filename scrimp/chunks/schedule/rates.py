@@ -1,7 +1,8 @@
-"""How fast this machine copies and updates: by the very buffers, streams and kernels that training uses.
+"""Measures how fast this machine copies and updates, with the same buffers, streams and kernels as training.
 
-`measure_rates` is the quick look when an engine is built, some tens of milliseconds, since choices depend on it; the engine then
-learns the host's rate from its own updates. `Cluster.probe` looks longer, by the same means (`engine/_probe.py`).
+`measure_rates` is a quick measurement of some tens of milliseconds when an engine is built, because placements depend on it. The
+engine then learns the host's rate from its own updates. `Cluster.probe` measures longer, by the same means
+(`engine/schedule/probe.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from scrimp.chunks.transfer.copy_streams import CopyStreams
 from scrimp.chunks.transfer.host_arena import arena
 from scrimp.chunks.update.update import Updater
 
-QUICK_NUMEL, QUICK_NUMEL_CPU = 1 << 22, 1 << 20  # parameters: 56 MiB, and 14 where only the host's rate scales them all
+QUICK_NUMEL, QUICK_NUMEL_CPU = 1 << 22, 1 << 20  # parameters: 56 MiB, and 14 without a GPU, where one rate scales all others
 QUICK_NBYTES = 64 << 20  # of a copy
 UPDATE_SHARE_OF_COPY = 0.7  # an update on the device reaches about this share of what a plain copy moves
 
@@ -38,7 +39,7 @@ def measure_rates(device: torch.device) -> Rates:
 
 
 def quickest(run: Callable[[], object], device: torch.device | None, times: int = 4) -> float:
-    """Seconds of the quickest of a few; `device`: whose work is waited for."""
+    """Seconds of the fastest of a few runs; `device`: synchronised before and after each."""
     seconds = []
     for _ in range(times):
         settle(device)
@@ -55,7 +56,7 @@ def settle(device: torch.device | None) -> None:
 
 
 class HostUpdate:
-    """The update of one parameter at home on the host, in arenas as a layer has them, by the kernel that training uses."""
+    """The update of one parameter on the host tier, in arenas as a layer has them, with the kernel that training uses."""
 
     def __init__(self, numel: int) -> None:
         self.nbytes = int(AdamW().update_nbytes * numel)
@@ -71,7 +72,7 @@ class HostUpdate:
 
 
 class Copies:
-    """Buffers of so many bytes on both sides of the link, to copy one way or both at once."""
+    """Buffers on both sides of the link, to copy one way or both at once."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -81,19 +82,19 @@ class Copies:
         self._here = [arena(nbytes, torch.uint8, pinned=pinned).fill_(1) for _ in range(2)]
 
     def rates(self, *, up: int = 0, down: int = 0) -> tuple[float, float]:
-        """Bytes per second each way, when so many copies go up and down, both at once; 0 where none goes."""
+        """Bytes per second each way while so many copies run up and down at once; 0 for a direction without copies."""
         seconds = self._on_device(up, down) if self.copy_streams.overlapped else self._on_host(up, down)
         return up * self.nbytes / seconds[0] if up else 0.0, down * self.nbytes / seconds[1] if down else 0.0
 
     def start(self, copies: int) -> list[torch.cuda.Event]:
-        """On CUDA: begin so many each way. The events say when all of them are done."""
+        """On CUDA: start so many copies each way. The events mark the end of the last ones."""
         ends = []
         for _ in range(copies):
             ends = [self.copy_streams.up(self._there[0], self._here[0]), self.copy_streams.down(self._here[1], self._there[1])]
         return [end for end in ends if end is not None]
 
     def once(self, direction: int) -> None:
-        """Without CUDA, where a copy is over when it returns: one up (0) or down (1)."""
+        """Without CUDA, where copies are synchronous: one copy up (0) or down (1)."""
         pair = (self._there[0], self._here[0]) if direction == 0 else (self._here[1], self._there[1])
         pair[0].copy_(pair[1])
 

@@ -1,28 +1,28 @@
-"""What a choice of classes costs: seconds of a step, from its work and the machine's rates.
+"""Predicts the seconds of a step from its work and the machine's rates.
 
-Where copies and updates run beside compute (`overlapped`), a step takes the longest of
+Where copies and updates overlap with compute (`overlapped`), a step takes the longest of
 
     compute          forward, backward, recomputation, and updates on the device
-    the link         weights up, gradients down, and masters and states that pass, each way
-    host memory      what the host's update reads and writes, over the rate that it reaches beside those copies; what passes
-                     takes some of that rate away
+    the link         weights up, gradients down, and streamed masters and states, each way
+    host memory      what the host's update reads and writes, over the rate that it reaches during those copies; streamed bytes
+                     reduce that rate
 
-If gradients are judged before any update, there are two such parts: backward with its copies down; then updates, copies up
-and the next forward. Without overlap it is the sum of all.
+If gradients are checked before any update, there are two such parts: backward with its copies down; then updates, copies up and
+the next forward. Without overlap it is the sum of all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-TIE = 1e-3  # of equal steps the one that does less
+TIE = 1e-3  # weight of the total work, to break ties
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Bytes per second: over the link up and down, and touched by an update on the host and on the device. `shared`: over
-    the link, each way, while the host updates; each byte that passes then takes `price` of those that the update touches.
-    Nothing passes where these are not known."""
+    """Bytes per second: over the link up and down, and touched by an update on the host and on the device. `shared`: over the
+    link, each way, while the host updates; each streamed byte then costs the update `price` of its own bytes. Nothing is
+    streamed while these are unknown."""
 
     up: float
     down: float
@@ -34,8 +34,8 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer: what it takes on the device, and what more to have its home there; bytes of gradients that go home and
-    that an update touches; bytes and seconds of its activations, if they can be computed again."""
+    """One layer: its bytes on the device, and the additional bytes if it is placed there; bytes of gradients that go down and
+    bytes that an update touches; bytes and seconds of its activations, if they can be recomputed."""
 
     nbytes: int
     placement_nbytes: int
@@ -44,14 +44,14 @@ class LayerCost:
     kept_nbytes: int = 0
     again_seconds: float = 0.0
     recomputable: bool = False
-    movable: bool = True  # its home may be the device
-    fixed: bool = False  # its home is the device: the host has no room for it
-    passable: bool = False  # its masters and states may pass through the device, `placement_nbytes` of them
+    movable: bool = True  # it may be placed on the device
+    fixed: bool = False  # it is placed on the device, because the host has no room for it
+    passable: bool = False  # its update may be streamed: `placement_nbytes` of masters and states
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Of a step. `passed_nbytes` go up and come down again."""
+    """The work of a step. `passed_nbytes` are streamed: they go up and come down again."""
 
     forward_seconds: float
     backward_seconds: float

@@ -1,16 +1,16 @@
-"""Direct I/O: a file past the page cache, which would take the very memory that a spill file is there to save."""
+"""Direct I/O: bypasses the page cache, which would take the memory that a spill file is meant to save."""
 
 from __future__ import annotations
 
 import mmap
 import os
 
-PAGE = 1 << 12  # what memory, place and length of a direct transfer are multiples of
+PAGE = 1 << 12  # address, offset and length of a direct transfer are multiples of this
 
 
 def open_direct(fd: int) -> int:
-    """An open file once more, for direct I/O; an OSError where its file system does not do that, found by trying: the
-    file's first page is written and read."""
+    """Reopens an open file for direct I/O. Raises OSError if its file system does not support it, which is tested by writing
+    and reading the file's first page."""
     again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT)
     try:
         with mmap.mmap(-1, PAGE) as page:
@@ -23,5 +23,5 @@ def open_direct(fd: int) -> int:
 
 
 def forget(fd: int, at: int, nbytes: int) -> None:
-    """Let the page cache go of what was written or read without direct I/O."""
+    """Drops pages from the cache that were written or read without direct I/O."""
     os.posix_fadvise(fd, at, nbytes, os.POSIX_FADV_DONTNEED)

@@ -1,11 +1,11 @@
-"""The disk tier's file: named regions, written and read as a whole or in parts.
+"""A file of the disk tier: named regions, written and read as a whole or in blocks.
 
-The file has no name from the moment it is open, so that the system removes it however the process ends. Its space is
-reserved at once, so that a full disk is found before training, not in the middle of it. Every block's checksum stays in
-memory: what comes back is what was written, or an error. Several threads may be at work on different parts at once.
+The file is unlinked as soon as it is open, so that the system removes it however the process ends. Its space is reserved at once,
+so that a full disk is found before training starts. The checksum of every block stays in memory: a read returns what was written,
+or raises. Several threads may access different parts at once.
 
-What is aligned to pages goes past the page cache, where the file system allows that. Elsewhere the cache is told to let go
-of what went through it.
+Page-aligned data bypasses the page cache, where the file system allows that. Elsewhere its pages are dropped from the cache after
+each access.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from scrimp.chunks.spill.direct_io import PAGE, forget, open_direct
 from scrimp.errors import FitError, RunError
 from scrimp.ledger import format_nbytes
 
-BLOCK = 1 << 20  # bytes under one checksum, if a region has no other size; parts begin and end at blocks
+BLOCK = 1 << 20  # default bytes under one checksum; reads and writes begin and end at blocks
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SpillFile:
-    """`regions` are the bytes of each region by its key; `label` says in errors whose file this is. `blocks` are the bytes
-    of a region under one checksum. `buffered_because` says why there is no direct I/O, if there is none."""
+    """`regions`: bytes of each region by its key. `label`: names the owner in errors. `blocks`: bytes of a region under one
+    checksum. `buffered_because`: why there is no direct I/O, if there is none."""
 
     def __init__(
         self, folder: Path, regions: Mapping[str, int], label: str, blocks: Mapping[str, int] = MappingProxyType({})
@@ -44,10 +44,10 @@ class SpillFile:
         self._block = {key: blocks.get(key, BLOCK) for key in regions}
         self.nbytes = 0
         self._starts: dict[str, int] = {}
-        for key, nbytes in self.regions.items():  # regions start on pages, so that writing one never reads another's
+        for key, nbytes in self.regions.items():  # regions start on pages, so that writing one never reads another
             self._starts[key] = self.nbytes
             self.nbytes += -(-nbytes // PAGE) * PAGE
-        self._sums: dict[str, list[int | None]] = {}  # of the regions that hold something, None for blocks that do not
+        self._sums: dict[str, list[int | None]] = {}  # checksums of written regions; None for blocks without content
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = tempfile.TemporaryFile(dir=self.folder, prefix="scrimp-spill-", buffering=0)  # noqa: SIM115
@@ -76,7 +76,7 @@ class SpillFile:
             self.buffered_because = f"{self.folder} has no direct I/O: {error.strerror}"
 
     def write(self, key: str, tensor: torch.Tensor, at: int = 0) -> None:
-        """Put a tensor's bytes in a region, from byte `at` of it on. If that fails, nothing is held there."""
+        """Write a tensor to a region, from byte `at` of it on. If that fails, these blocks count as empty."""
         view, block = self._view(key, tensor, at), self._block[key]
         first, count = at // block, -(-len(view) // block)
         sums = self._sums.setdefault(key, [None] * self._blocks(key))
@@ -88,7 +88,7 @@ class SpillFile:
                 fd, part = self._way(view, done, tensor.data_ptr() + done, place + done)
                 done += os.pwrite(fd, part, place + done)
             if self.buffered_because and view:
-                os.fdatasync(self._fd)  # the cache lets go only of what is on the disk
+                os.fdatasync(self._fd)  # only pages that are on the disk can be dropped from the cache
                 forget(self._fd, place, len(view))
         except OSError as error:
             raise RunError(
@@ -98,8 +98,8 @@ class SpillFile:
         sums[first : first + count] = found
 
     def read(self, key: str, tensor: torch.Tensor, at: int = 0) -> None:
-        """Fill a tensor with what its region holds from byte `at` on. If that is not what was written, nothing is held
-        there from then on, and the tensor is all ones in its bits, which is NaN in every floating-point type."""
+        """Read a region into a tensor, from byte `at` on. If the bytes are not those that were written, these blocks count as
+        empty, and all bits of the tensor are set, which is NaN in every floating-point type."""
         view, block = self._view(key, tensor, at), self._block[key]
         first, count = at // block, -(-len(view) // block)
         sums = self._sums.get(key, [None] * self._blocks(key))[first : first + count]
@@ -119,7 +119,7 @@ class SpillFile:
     def _fill(
         self, view: memoryview, address: int, place: int, sums: list[int | None], block: int
     ) -> tuple[int, str | None, OSError | None]:
-        """Where something is wrong, what that is in words, and the error behind it."""
+        """Reads and verifies; returns the position of a failure, its description, and the error behind it."""
         done = 0
         while done < len(view):
             try:
@@ -137,7 +137,7 @@ class SpillFile:
         return 0, None, None
 
     def _way(self, view: memoryview, done: int, address: int, place: int) -> tuple[int, memoryview]:
-        """Whole pages go directly; what is left of a page, or is not aligned, through the cache."""
+        """Whole pages use direct I/O; the rest of a page, or unaligned data, uses the page cache."""
         pages = (len(view) - done) // PAGE * PAGE
         if self._direct is None or not pages or address % PAGE or place % PAGE:
             return self._fd, view[done:]
@@ -148,7 +148,7 @@ class SpillFile:
 
     def _view(self, key: str, tensor: torch.Tensor, at: int) -> memoryview:
         if not self.close.alive:
-            raise RunError(f"{self.label}: region '{key}' was asked for, but the spill file in {self.folder} is closed")
+            raise RunError(f"{self.label}: region '{key}' was requested, but the spill file in {self.folder} is closed")
         if key not in self.regions:
             some = ", ".join(list(self.regions)[:5])
             raise RunError(f"{self.label}: the spill file has no region '{key}'; it has {len(self.regions)}, such as {some}")

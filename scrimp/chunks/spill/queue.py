@@ -1,7 +1,8 @@
-"""A few threads that read and write spill files, with several large requests in flight: one alone leaves a disk waiting.
+"""A few threads that read and write spill files, with several large requests in flight, because a single one does not saturate a
+disk.
 
-Requests come in batches, the lowest rank first. When all of a batch are over, one of the threads says so and with what
-error, so that nobody uses a batch's memory, or lets it go, while a request is still at it.
+Requests come in batches, the lowest rank first. When all requests of a batch have ended, one of the threads calls back with the
+first error. So no caller uses or frees a batch's memory while a request still accesses it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Then = Callable[[BaseException | None], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Part of a region, to or from memory."""
+    """A read or write of part of a region."""
 
     file: SpillFile
     key: str
@@ -41,7 +42,7 @@ class Request:
 def region_requests(
     file: SpillFile, tensors: list[torch.Tensor], *, at: Sequence[int] | None = None, write: bool
 ) -> list[Request]:
-    """A file's regions, in order, each from a byte of its own on: to or from one flat tensor for each."""
+    """Requests for a file's regions in order, each from its own byte on, to or from one flat tensor per region."""
 
     def parts() -> Iterator[Request]:
         for key, tensor, first in zip(file.regions, tensors, at or [0] * len(tensors), strict=True):
@@ -63,7 +64,7 @@ class _Batch:
 
 
 class SpillQueue:
-    """`read_rate` and `write_rate` are the best that a batch reached, in bytes per second, checksums included."""
+    """The threads and their queue. `read_rate` and `write_rate`: best rate of a batch, in bytes per second, with checksums."""
 
     def __init__(self) -> None:
         self.read_rate = self.write_rate = 0.0
@@ -74,7 +75,7 @@ class SpillQueue:
         self._closed = self._resting = False
 
     def start(self, rank: int, batch: list[Request], then: Then) -> None:
-        """Begin a batch of reads or of writes; `then` is called in one of the threads, with the first error."""
+        """Start a batch of reads or of writes; one of the threads calls `then` with the first error."""
         shared = _Batch(batch, then)
         with self._ready:
             if self._closed:
@@ -88,7 +89,7 @@ class SpillQueue:
             self._ready.notify(len(batch))
 
     def run(self, batch: list[Request]) -> None:
-        """A batch, and wait for it."""
+        """Run a batch and wait for it."""
         if not batch:
             return
         if self._resting:
@@ -107,17 +108,17 @@ class SpillQueue:
             raise errors[0]
 
     def rest(self) -> None:
-        """End the threads; from then on a batch is run by whoever waits for it."""
+        """End the threads; from then on `run` works in the calling thread."""
         self._resting = True
         self.close()
 
     def close(self) -> None:
-        """End the threads; what has not begun is dropped."""
+        """End the threads; requests that have not started are dropped."""
         with self._ready:
             self._closed = True
             self._waiting.clear()
             self._ready.notify_all()
-        if threading.current_thread() not in self._threads:  # one of which may be the last to let go of the queue's owner
+        if threading.current_thread() not in self._threads:  # such a thread may hold the last reference to the queue's owner
             for thread in self._threads:
                 thread.join()
 
@@ -145,7 +146,7 @@ class SpillQueue:
                     self._saw(batch.nbytes / max(time.perf_counter() - batch.began, 1e-9), write=request.write)
             if last:
                 batch.then(batch.error)
-            del request, batch, error  # while it waits, the thread keeps nothing alive
+            del request, batch, error  # so that an idle thread keeps nothing alive
 
     def _saw(self, rate: float, *, write: bool) -> None:
         if write:

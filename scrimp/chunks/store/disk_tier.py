@@ -1,8 +1,8 @@
-"""What a rank's spill files share: threads, the host memory that layers pass through, and what is still to be written.
+"""The disk tier of one rank: I/O threads, staging buffers on the host, and pending writes of all its spill files.
 
-An update takes tiles of fixed size through a few stages, however large a layer is. Whoever wants a layer as a whole (taking
-the model over, checkpoints, undoing a step) gets a stage for all of it, after all that was on its way has been written and
-the update's stages have been let go: the host never holds both.
+An update moves tiles of fixed size through a few staging buffers, however large a layer is. Adopting the model, checkpoints and
+undoing a step need a layer as a whole. They get a buffer for all of it, after pending writes are done and the update's buffers
+are freed, so the host never holds both.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from scrimp.chunks.transfer.host_arena import arena
 from scrimp.chunks.worker.worker import Gate
 from scrimp.ledger import Ledger
 
-TILE = 4 << 20  # the most elements of a layer that are updated at a time; a multiple of the spill file's blocks
-STAGES = 3  # one is read, one updated, one written
+TILE = 4 << 20  # most elements of a layer that are updated at a time; a multiple of the spill file's blocks
+STAGES = 3  # one buffer is read into, one updated, one written
 
 
 def block_numel() -> int:
-    """Elements under one checksum, in each of a file's regions: tiles are whole blocks in all of them."""
+    """Elements under one checksum, in each region of a file; a tile is a whole number of blocks in all regions."""
     return BLOCK // 4
 
 
 def tile_numel(largest_numel: int) -> int:
-    """So that all stages together take no more than the largest layer does as a whole, if it has a block for each."""
+    """Tile size such that all staging buffers together are no larger than the largest layer, if it has a block for each."""
     block = block_numel()
     return max(block, min(TILE, largest_numel // STAGES // block * block))
 
 
 def spill_file(folder: Path, fields: tuple[Field, ...], numel: int, label: str) -> SpillFile:
-    """With a region for each field of so many elements."""
+    """A spill file with a region for each field of so many elements."""
     regions = {str(k): field.nbytes(numel) for k, field in enumerate(fields)}
     blocks = {str(k): field.nbytes(block_numel()) for k, field in enumerate(fields)}
     return SpillFile(folder, regions, label, blocks)
 
 
 class Spilling:
-    """`placements` are those of all layers, on disk or not; `fields` those of the optimizer. `writing` has a gate for each update
-    that is on its way to the disk. All of it is used by the thread that trains; `free` by those that update, under their
-    lock."""
+    """Staging and pending writes. `placements`: of all layers, on disk or not. `fields`: of the optimizer. `writing`: a gate for
+    each update whose writes are pending. Only the training thread uses this, except `free`, which the update threads use under
+    their lock."""
 
     def __init__(
         self, placements: list[Placement], shards: Shards, fields: tuple[Field, ...], host: Ledger, traffic: Traffic
@@ -58,16 +58,16 @@ class Spilling:
         self.queue = SpillQueue()
         self.traffic = traffic
         self.writing: list[Gate] = []
-        self.free: list[list[torch.Tensor]] = []  # stages
+        self.free: list[list[torch.Tensor]] = []  # staging buffers
         self.stages = STAGES
-        self._on_device = placements
+        self._placements = placements
         self._shards = shards
         self._fields = fields
         self._host = host
         self._made = 0
         on_disk = [k for k, placement in enumerate(placements) if placement.file is not None]
         self._largest = max((shards.trained_numel(k) for k in on_disk), default=0)
-        # Of a stage: where a layer has no masters on disk, it uses the other tensors.
+        # Fields of a staging buffer: a layer without masters on disk uses only the last ones.
         self._staged = max((self._kept(placements[k]) for k in on_disk), key=len, default=())
         self._whole_nbytes = max((sum(file.regions.values()) for file in self.files), default=0)
         self.tile = tile_numel(self._largest)
@@ -75,7 +75,7 @@ class Spilling:
 
     @property
     def files(self) -> list[SpillFile]:
-        return [placement.file for placement in self._on_device if placement.file is not None]
+        return [placement.file for placement in self._placements if placement.file is not None]
 
     @property
     def stage_nbytes(self) -> int:
@@ -83,24 +83,24 @@ class Spilling:
 
     @property
     def need_nbytes(self) -> int:
-        """Host memory that layers pass through: in tiles, or one of them as a whole."""
+        """Host bytes for staging: tiles of an update, or one whole layer."""
         return max(self.stage_nbytes * self.stages, self._whole_nbytes)
 
     @property
     def buffered_because(self) -> str | None:
-        """Why the page cache takes part, if it does."""
+        """Why files are read and written through the page cache, if they are."""
         return next((file.buffered_because for file in self.files if file.buffered_because), None)
 
     def within(self, room_nbytes: int) -> None:
-        """As many stages as there is room for."""
+        """Use as many staging buffers as fit."""
         self.stages = max(1, min(STAGES, room_nbytes // max(1, self.stage_nbytes)))
 
     def tiles(self, numel: int) -> list[tuple[int, int]]:
-        """Where a layer's tiles start and stop."""
+        """[start, stop) of a layer's tiles."""
         return [(start, min(start + self.tile, numel)) for start in range(0, numel, self.tile)]
 
     def make(self) -> list[torch.Tensor]:
-        """The stages of an update, if they are not there; the new tensors."""
+        """Allocate the staging buffers of updates, unless they exist; returns the new tensors."""
         if self._made:
             return []
         self._made = self.stage_nbytes * self.stages
@@ -110,32 +110,32 @@ class Spilling:
         return [tensor for stage in self.free for tensor in stage]
 
     def part(self, placement: Placement, stage: list[torch.Tensor], elements: slice) -> list[torch.Tensor]:
-        """What a stage has of some elements of a tile: masters, if they are on disk, and states."""
+        """The part of a staging buffer for some elements of a tile: masters, if they are on disk, and states."""
         kept = self._kept(placement)
         return [tensor[field.span(elements)] for tensor, field in zip(stage[len(stage) - len(kept) :], kept, strict=True)]
 
     def at(self, placement: Placement, element: int) -> list[int]:
-        """Where an element, the first of a block, is in each region."""
+        """The byte position of an element, the first of a block, in each region."""
         return [field.nbytes(element) for field in self._kept(placement)]
 
     def _kept(self, placement: Placement) -> tuple[Field, ...]:
         return optimized(placement.weights.dtype, self._fields)
 
     def let_go(self) -> None:
-        """Of the stages, which nobody uses."""
+        """Free the staging buffers, which must be unused."""
         self.free.clear()
         self._host.free("temporaries", self._made)
         self._made = 0
 
     def wait(self) -> None:
-        """Until all that was updated is on the disk."""
+        """Wait until all updates are written to disk."""
         for gate in self.writing:
             gate.wait()
         self.writing.clear()
 
     @contextmanager
     def staged(self, placement: Placement, data: Opened, *, read: bool, write: bool) -> Iterator[Opened]:
-        """A layer's data, with what is on disk in memory: read unless it is new, and written afterwards if so wished."""
+        """A layer's data, with the part on disk in memory: read unless it is new, and written back if `write`."""
         if placement.file is None:
             yield data
             return
@@ -159,13 +159,13 @@ class Spilling:
             self._host.free("temporaries", nbytes)
 
     def least_seconds(self) -> dict[str, float]:
-        """Of a step that reads and writes all of it once, at the best rates seen."""
+        """Least seconds of reading and of writing everything once, at the best rates measured."""
         nbytes = sum(sum(file.regions.values()) for file in self.files)
         rates = {"disk read": self.queue.read_rate, "disk write": self.queue.write_rate}
         return {name: nbytes / rate for name, rate in rates.items() if rate and nbytes}
 
     def figures(self, read_nbytes: int, written_nbytes: int) -> dict[str, float | str]:
-        """For the metrics of a step in which so much was read and written; nothing without a disk."""
+        """Metrics of a step that read and wrote so many bytes; empty without a disk."""
         if not self.files:
             return {}
         return {

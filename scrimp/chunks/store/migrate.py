@@ -1,4 +1,4 @@
-"""A layer's home moves: between host and device, or so that its masters and states pass through the device."""
+"""Moves a layer between tiers: host to device and back, or host to streamed and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def migrate(store: Store, layer: int, tier: Tier) -> None:
     was_here = store.resident[layer]
     try:
         new = store.make_placement(layer, tier)
-    except BaseException:  # as it was: nothing is charged before it is there
+    except BaseException:  # restore: nothing is charged before the placement exists
         if not was_here:
             store.drop(layer)
         raise
@@ -40,14 +40,14 @@ def migrate(store: Store, layer: int, tier: Tier) -> None:
     if tier == DEVICE:
         store.charge_host(layer, old, -1)
         return
-    del old, kept, source  # gone before the ledger is told, or the meter would take them for something else
+    del old, kept, source  # free them before the ledger changes, or the meter would count them as something else
     store.before_change()
     store.charge_device(layer, -1)
     store.drop(layer)
 
 
 def _stream_update(store: Store, layer: int, *, streamed: bool) -> None:
-    """From a home on the host to one whose masters and states pass through the device, or back: they stay."""
+    """From host to streamed or back: only the weights move, masters and states stay on the host."""
     old = store.placements[layer]
     assert old.gradients is None
     assert old.tier == (HOST if streamed else STREAMED)
@@ -68,5 +68,5 @@ def _stream_update(store: Store, layer: int, *, streamed: bool) -> None:
 
 
 def _lasting(placement: Placement) -> list[torch.Tensor]:
-    """What lasts from step to step: gradients do not, once they are used."""
+    """Tensors that last from step to step; gradients do not, once they are used."""
     return [tensor for tensor in placement.tensors if tensor is not placement.gradients]

@@ -1,4 +1,4 @@
-"""Where one layer's data lives on this rank: its `Tier`, and the tensors there."""
+"""The placement of one layer on this rank: its `Tier`, and its tensors there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scrimp.chunks.tables.table import Slot
 
 
 class Tier(StrEnum):
-    """Where master weights and optimizer states are, and with them the weights that the layer is fetched from."""
+    """Where a layer's master weights and optimizer states are, and the weights that it is fetched from."""
 
     HOST = "host"  # weights, masters and states in the host's arenas
     DEVICE = "device"  # all of them on the device; updated there, never copied
@@ -31,8 +31,8 @@ HOST, DEVICE, DISK, STREAMED = Tier.HOST, Tier.DEVICE, Tier.DISK, Tier.STREAMED
 
 @dataclass(kw_only=True)
 class Placement:
-    """`master` is None where the weights are fp32 and their own master; `gradients` is None where a gradient takes its
-    weight's slot. On disk `master` and `states` are empty here."""
+    """`master` is None where fp32 weights are their own master. `gradients` is None where a gradient overwrites its weight. On
+    disk `master` and `states` are empty here."""
 
     tier: Tier
     weights: torch.Tensor
@@ -41,11 +41,11 @@ class Placement:
     states: list[torch.Tensor] = field(default_factory=list)
     file: SpillFile | None = None
     fresh: bool = True  # nothing was written to the file yet
-    _opened: Opened | None = field(default=None, init=False, repr=False, compare=False)  # made once, for it is asked for often
+    _opened: Opened | None = field(default=None, init=False, repr=False, compare=False)  # cached, because it is read often
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Every storage of it, once."""
+        """Every tensor of it, once."""
         return [t for t in (self.weights, self.gradients, self.master, *self.states) if t is not None]
 
     def _same(self, last: Opened) -> bool:
@@ -71,8 +71,8 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A contiguous part of a parameter on this rank: `inside` says where in the parameter. Gradient and weight may be
-    the same memory, weight and master too; states are as the optimizer's fields have them."""
+    """A contiguous part of a parameter on this rank, at `inside` of the parameter. Gradient and weight may be the same memory,
+    weight and master too. States are as the optimizer's fields."""
 
     inside: slice
     weight: torch.Tensor
@@ -124,14 +124,14 @@ MASTER = Field(dtype=torch.float32)
 
 
 def optimized(dtype: torch.dtype, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """The masters, where weights are not their own, and the states."""
+    """The fields of masters, unless fp32 weights are their own, and of states."""
     return fields if dtype == torch.float32 else (MASTER, *fields)
 
 
 def placement_nbytes(
     shards: Shards, layer: int, dtype: torch.dtype, fields: tuple[Field, ...], micro_batches: int
 ) -> tuple[int, int, int]:
-    """Bytes of a layer's home on one rank: (weights, gradients of their own, masters and states)."""
+    """Bytes of a layer's placement on one rank: (weights, separate gradients, masters and states)."""
     trained = shards.trained_numel(layer)
     gradients = trained * dtype.itemsize if dtype == torch.float32 or micro_batches > 1 else 0
     rest = sum(field.nbytes(trained) for field in optimized(dtype, fields))

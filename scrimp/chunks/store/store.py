@@ -1,13 +1,13 @@
-"""The model's data: a home for each layer, and one flat storage per layer on the device that comes and goes.
+"""The store of all model data: a placement for each layer, and one flat device storage per layer that is filled and emptied.
 
-A layer's device storage is one object for ever: it is emptied and filled again, so that parameters, and views of them
-that autograd saved, stay valid. A gradient takes the place of its weight, which nobody needs any more in this step. At
-home every layer has weights in compute precision, and fp32 masters and optimizer states for what is trained. In 16 bits
-the gradient takes the weight's slot there too (14 bytes per parameter), unless micro-batches are accumulated; in fp32 the
-weight is its own master and the gradient has an arena of its own (16).
+A layer's device storage is one object for the engine's lifetime. Eviction empties it and a fetch fills it again, so parameters,
+and views of them that autograd saved, stay valid. A gradient overwrites its weight, which the step no longer needs. The placement
+of a layer has weights in compute precision, and fp32 master weights and optimizer states for trained parameters. In 16 bits the
+gradient overwrites the weight there too (14 bytes per parameter), unless micro-batches are accumulated. In fp32 the weight is its
+own master and the gradient has a separate arena (16).
 
-With several ranks each chunk is cut into equal shards, and a rank's home holds its shards alone: a fetch gathers, and
-retiring a layer's gradients reduces and scatters. With one rank a layer whose home is the device *is* its storage there.
+With several ranks each chunk is cut into equal shards, and a rank holds only its shards: a fetch is an all-gather, and retiring a
+layer's gradients is a reduce-scatter. With one rank a layer placed on the device *is* its device storage.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Store:
-    """`ranks`: those that train together, where not all of them share homes over the `wire`. `sparse`: what travels between
-    them is few entries of each gradient."""
+    """Model data of one rank. `wire`: the ranks that shard it. `ranks`: all ranks that train together, if more. `sparse`: they
+    exchange sparse gradients."""
 
     def __init__(
         self,
@@ -63,26 +63,26 @@ class Store:
         self.ledger = books.device
         self.wire, self.ranks = wire, ranks or wire
         self.sparse = sparse
-        # Where a home is on the device, gradients are used up as they come, and have no place there. Adam needs all of a step's.
+        # For layers placed on the device gradients are consumed on arrival, without a buffer. Adam needs a step's whole gradient.
         self.consumed = sparse and wire.world == 1 and (micro_batches == 1 or not isinstance(optimizer, AdamW))
         self.copy_streams = CopyStreams(device)
         self.traffic = Traffic()
         self.micro_batches = micro_batches
-        self.pending = False  # gradients wait for an update between calls
-        self.before_change: Callable[[], None] = lambda: None  # the meter looks before what is held changes
+        self.pending = False  # accumulated gradients are kept between calls
+        self.before_change: Callable[[], None] = lambda: None  # lets the meter read its peak before resident bytes change
         self.host_room_nbytes: int | None = None  # this rank's share of the host
-        self.own: Callable[[torch.Tensor], None] = lambda _: None  # the meter is told what is not for it to count
-        self.moved: Callable[[int], None] = lambda _: None  # a home was
-        self.residual_bytes: Callable[[int], int] = lambda _: 0  # what comes to the device with a layer's home
+        self.own: Callable[[torch.Tensor], None] = lambda _: None  # tells the meter not to count a tensor
+        self.moved: Callable[[int], None] = lambda _: None  # called after a layer has migrated
+        self.residual_bytes: Callable[[int], int] = lambda _: 0  # bytes of residuals that go to the device with a layer
         self.shards = Shards(table=table, world=wire.world, rank=wire.rank)
         self._disk = disk
         self._opened: dict[int, Opened] = {}
         self._arriving: dict[int, list[Event]] = {}
         self._leaving: dict[int, list[Event]] = {}
-        self._wanted: set[int] = set()  # layers with a place on the device, whose weights are still being updated
+        self._wanted: set[int] = set()  # layers with a buffer on the device, whose weights are still being updated
         self._coming_down: dict[int, list[Event]] = {}  # copies down that the host has not waited for
-        self.gates: dict[int, Gate] = {}  # homes that are being updated
-        self._as_gradients = [0] * len(table.layers)  # bytes of a layer's storage that hold gradients now
+        self.gates: dict[int, Gate] = {}  # of layers that are being updated
+        self._as_gradients = [0] * len(table.layers)  # bytes of a layer's device storage that hold gradients now
         self.flats = [torch.empty(space.numel, dtype=self.dtype_of(k), device=device) for k, space in enumerate(table.layers)]
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
@@ -96,15 +96,15 @@ class Store:
         return torch.float32 if self.table.layers[layer].wide else self.dtype
 
     def nbytes(self, layer: int) -> int:
-        """What a layer takes on the device while it is there."""
+        """Device bytes of a resident layer."""
         return self.table.layers[layer].numel * self.dtype_of(layer).itemsize
 
     def placement_nbytes(self, layer: int) -> tuple[int, int, int]:
-        """What a layer's home takes: (weights, gradients of their own, masters and states)."""
+        """Bytes of a layer's placement: (weights, separate gradients, masters and states)."""
         return placement_nbytes(self.shards, layer, self.dtype_of(layer), self._fields, self.micro_batches)
 
     def device_placement_nbytes(self, layer: int) -> int:
-        """What it costs on the device, beside the layer itself, to have its home there."""
+        """Device bytes of placing a layer there, in addition to the resident layer itself."""
         weights, gradients, rest = self.placement_nbytes(layer)
         shared = weights if self.wire.world > 1 else 0
         return rest + shared + (0 if self.consumed else gradients) + self.residual_bytes(layer)
@@ -113,13 +113,13 @@ class Store:
         return self.books.host.total_nbytes
 
     def anchored(self, layer: int) -> bool:
-        """Its weights are at home in its storage on the device: it never leaves."""
+        """Whether a layer's weights live in its device storage, so that it is never evicted."""
         return self.placements[layer].tier in (DEVICE, STREAMED) and self.wire.world == 1
 
-    # Homes.
+    # Placements.
 
     def make_placement(self, layer: int, tier: Tier) -> Placement:
-        """Zeros; with one rank a home on the device has its weights in the layer's own storage."""
+        """A placement with zeros. With one rank a placement on the device has its weights in the layer's device storage."""
         dtype, numel, trained = self.dtype_of(layer), self.shards.numel(layer), self.shards.trained_numel(layer)
         own_master = dtype == torch.float32
         own_gradients = own_master or self.micro_batches > 1
@@ -156,7 +156,7 @@ class Store:
         return placement
 
     def charge_device(self, layer: int, sign: int) -> None:
-        """For a home on the device, beside the layer's own storage."""
+        """Charge or free a placement on the device, without the layer's device storage."""
         weights, gradients, rest = self.placement_nbytes(layer)
         change = self.ledger.charge if sign > 0 else self.ledger.free
         change("optimizer", rest)
@@ -175,8 +175,8 @@ class Store:
 
     @contextmanager
     def opened(self, layer: int, *, write: bool = False, read: bool = True) -> Iterator[Opened]:
-        """A layer's data in memory; from the disk if it is there, unless all of it is about to be written (`read=False`),
-        and back to it with `write`."""
+        """A layer's data in memory. If it is on disk it is read, unless all of it is about to be written (`read=False`), and
+        written back with `write`."""
         if layer in self._opened:
             yield self._opened[layer]
             return
@@ -189,30 +189,30 @@ class Store:
                 del self._opened[layer]
 
     def wait(self) -> None:
-        """Until nobody is writing to any home, on disk or in memory."""
+        """Wait until nothing is being written to any placement, in memory or on disk."""
         for layer in range(len(self.placements)):
             self.at_rest(layer)
         self.spill.wait()
 
     def at_rest(self, layer: int) -> None:
-        """Nobody is writing to a layer's home any more."""
+        """Wait until nothing is being written to a layer's placement."""
         gate = self.gates.get(layer)
         if gate is not None:
             gate.wait()
-            self.gates.pop(layer, None)  # not before: who fails here is not to find it open the next time
+            self.gates.pop(layer, None)  # only after success, so that the next caller sees the failure too
         self.arrived_on_host(layer)
 
     def arrived_on_host(self, layer: int) -> None:
-        """The host may read the gradients that came down; asked by who updates them, or by who waits for that."""
+        """Wait until the host may read gradients that were copied down."""
         for event in self.take_coming_down(layer):
             event.synchronize()
 
     def take_coming_down(self, layer: int) -> list[torch.cuda.Event]:
-        """The copies down, for who will wait for them elsewhere."""
+        """Hands over the events of copies down, to a caller that waits for them elsewhere."""
         return [event for event in self._coming_down.pop(layer, []) if event is not None]
 
     def direct(self, layer: int) -> Opened:
-        """A layer's data where its home has it, without waiting: for who updates it."""
+        """A layer's data in its placement, without waiting: for whoever updates it."""
         return self.placements[layer].opened(layer, self.shards, self._fields)
 
     def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:
@@ -223,7 +223,7 @@ class Store:
             yield arena_of[span]
 
     def adopt(self, layer: int, slot: Slot, values: torch.Tensor) -> None:
-        """Take a parameter's values over."""
+        """Write a parameter's initial values to weight and master."""
         source = values.detach().reshape(-1)
         with self.opened(layer, write=True) as data:
             for piece in data.pieces(slot):
@@ -232,7 +232,7 @@ class Store:
                     carry(piece.master, source[piece.inside])
 
     def restore(self, layer: int, slots: list[Slot]) -> None:
-        """After a skipped update: the weights again, where their gradients stood."""
+        """After a skipped update: restore the weights that gradients overwrote."""
         if self.placements[layer].gradients is None:
             with self.opened(layer) as data:
                 for piece in (piece for slot in slots for piece in data.pieces(slot)):
@@ -240,17 +240,17 @@ class Store:
             self.settled(layer)
 
     def settled(self, layer: int) -> None:
-        """A layer that stays on the device holds weights again, not gradients."""
+        """The storage of a layer that stays on the device holds weights again, not gradients."""
         self.ledger.move(self._as_gradients[layer], source="gradients", target="parameters")
         self._as_gradients[layer] = 0
 
     def migrate(self, layer: int, tier: Tier) -> None:
-        """Between host and device, all of it or, where it is to pass through, just its weights."""
+        """Move a layer between host and device; to or from `STREAMED` only its weights move."""
         migrate(self, layer, tier)
         self.moved(layer)
 
     def passed(self, layer: int, updated: Event, placement: Event) -> None:
-        """A layer is being updated on the device: its weights are new, and its states at home, after these."""
+        """A streamed update is running: new weights are ready, and states are back on the host, after these events."""
         self._arriving[layer] = [updated]
         self._coming_down[layer] = [placement]
 
@@ -260,7 +260,7 @@ class Store:
         return self.flats[layer].as_strided(slot.shape, strides(slot.shape), slot.start)
 
     def open(self, layer: int) -> None:
-        """Room for a layer on the device, with nothing in it."""
+        """Allocate a layer's device storage, without content."""
         nbytes, padding = self.nbytes(layer), self._padding_nbytes(layer)
         self.before_change()
         self.flats[layer].untyped_storage().resize_(nbytes)
@@ -269,7 +269,7 @@ class Store:
         self.resident[layer] = True
 
     def fetch(self, layer: int) -> None:
-        """Bring a layer; `arrived` before it is used."""
+        """Start to copy a layer to the device; call `arrived` before using it."""
         if self.resident[layer]:
             return
         self.open(layer)
@@ -279,7 +279,7 @@ class Store:
             if gate is None or gate.open:
                 self._send(layer)
             else:
-                self._wanted.add(layer)  # its place is there, its weights will be
+                self._wanted.add(layer)  # allocated now, copied once the update is done
             return
         self.at_rest(layer)
         for (start, stop), shard in zip(self.table.chunks(layer), self.shards.chunks(layer), strict=True):
@@ -304,7 +304,7 @@ class Store:
             self.copy_streams.wait(event)
 
     def drop(self, layer: int) -> None:
-        """Let a layer go, after what is still copying it."""
+        """Evict a layer, after copies that still use it."""
         if not self.resident[layer] or self.anchored(layer):
             return
         self._wanted.discard(layer)
@@ -323,8 +323,8 @@ class Store:
     # Gradients.
 
     def receive(self, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
-        """A gradient takes its weight's place on the device, where the layer must be; or its own, if it has one there.
-        `first`: the first of the step to land in this slot; later ones are added."""
+        """A gradient overwrites its weight on the device, where the layer must be resident; or goes to its own buffer there.
+        `first`: the first gradient of the step for this slot; later ones are added."""
         own = self.placements[layer].gradients
         if self.anchored(layer) and own is not None:
             target = own[slot.start : slot.stop].view(slot.shape)
@@ -336,8 +336,8 @@ class Store:
         self.ledger.move(nbytes, source="parameters", target="gradients")
 
     def retire(self, layer: int, arrived: list[tuple[Slot, bool]]) -> None:
-        """The gradients of a layer start for home, averaged over the ranks; `drop` lets the layer go. Each slot comes
-        with whether it is the first to land there; later ones are added. What did not land stays as it is."""
+        """Average a layer's gradients over the ranks and copy them to the layer's tier; `drop` then evicts the layer. Each slot
+        has a flag: the first gradient of the step is copied, later ones are added. Slots without a gradient do not change."""
         if self.anchored(layer):
             return
         placement = self.placements[layer]
@@ -347,7 +347,7 @@ class Store:
             if not any(begin < stop and end > start for begin, end, _ in runs):
                 continue
             mine = self.wire.reduce(self.flats[layer][start:stop])
-            offset = start + self.wire.rank * mine.numel()  # where my shard begins in the layer
+            offset = start + self.wire.rank * mine.numel()  # where this rank's shard begins in the layer
             into = (placement.weights if placement.gradients is None else placement.gradients)[shard.start :]
             for run_start, run_stop, first in runs:
                 begin, end = max(run_start, offset), min(run_stop, offset + mine.numel())
@@ -365,7 +365,7 @@ class Store:
                 self.traffic.down_nbytes += target.nbytes
             if self.wire.world > 1:
                 for event in events:
-                    self.copy_streams.wait(event)  # `mine` is not the layer's storage: it goes now
+                    self.copy_streams.wait(event)  # `mine` is a temporary, not the layer's storage, and is freed now
         self._leaving[layer] = events
         self._coming_down[layer] = [*self._coming_down.get(layer, []), *events]
 

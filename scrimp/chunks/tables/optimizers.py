@@ -1,4 +1,4 @@
-"""Optimizers as data: what to do with a gradient, by parameter name; the doing is in `_update`."""
+"""Optimizers as data: the settings of an update, by parameter name. `update/update.py` runs the update."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from scrimp.chunks.tables.state_codec import Field, state_fields
 from scrimp.errors import RunError
 
 Rate = float | Callable[[int], float]
-# What a user may give: (glob, overrides) pairs; torch's dicts with "params"; or tensors, named or not. It is kept as pairs of
-# what is chosen (a glob, or a tuple of tensors and globs) and overrides.
+# Accepted forms: (glob, overrides) pairs; torch's dicts with "params"; or tensors, with or without names. They are stored as
+# pairs of what is selected (a glob, or a tuple of tensors and globs) and overrides.
 Groups = Iterable[tuple[str, Mapping[str, object]] | Mapping[str, Any] | torch.Tensor | tuple[str, torch.Tensor]]
 Chosen = str | tuple[str | torch.Tensor, ...]
 
 
 class _Kept:
-    """What an optimizer keeps for each parameter besides its master: so many `states`, as `state` says."""
+    """Memory per parameter besides its master: `states` tensors, in the format `state`."""
 
     states: Any
     state: Any
@@ -35,20 +35,26 @@ class _Kept:
 
     @property
     def update_nbytes(self) -> float:
-        """What an update reads and writes per parameter: gradient in, weight out, master and states in place."""
+        """Bytes that an update reads and writes per parameter: gradient in, weight out, master and states in place."""
         return 2 + 2 + 2 * (4 + sum(field.dtype.itemsize / field.every for field in self.fields))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(_Kept):
-    """Decoupled weight decay, as torch.optim.AdamW. `lr` may be a function of the step, counted from 0. `groups` gives
-    parameters other settings. In torch's form, also as the first argument: dicts that have the model's parameters, or their
-    names, under "params"; together they must have all that is trained. Or pairs (glob, settings): the first glob that
-    matches a parameter's name counts, and parameters that match none have the settings given here.
+    """AdamW with decoupled weight decay, as torch.optim.AdamW. `lr` may be a function of the step, counted from 0. `groups` gives
+    some parameters other settings. In torch's form, also as the first argument: dicts with parameters or their names under
+    "params"; together they must contain all trained parameters. Or pairs (glob, settings): the first glob that matches a
+    parameter's name counts, and parameters that match none have the settings given here.
 
-    `state="int8"` keeps both moments in 8 bits, with a scale for every 64 of them: 8.1 bytes of model data per parameter
-    in place of 14. That is other mathematics, no longer torch's AdamW: moments are rounded at random after every update
-    (`_codec` says how). It holds for all parameters alike."""
+    `state="int8"` stores both moments in 8 bits, with a scale for every 64 of them: 8.1 bytes of model data per parameter
+    instead of 14. This changes numerical results, so it is opt-in: moments are rounded stochastically after every update
+    (see `tables/state_codec.py`). It applies to all parameters.
+
+    >>> import scrimp
+    >>> optimizer = scrimp.AdamW([("*.bias", {"weight_decay": 0.0})], lr=3e-4)
+    >>> optimizer.lr, optimizer.weight_decay
+    (0.0003, 0.01)
+    """
 
     groups: Groups = field(default=(), kw_only=False)
     lr: Rate = 1e-3
@@ -57,12 +63,17 @@ class AdamW(_Kept):
     weight_decay: float = 1e-2
     state: str = "fp32"
 
-    states = 2  # numbers kept for each parameter besides its master
+    states = 2  # tensors per parameter besides its master
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(_Kept):
-    """As torch.optim.SGD: weight decay is added to the gradient."""
+    """SGD as torch.optim.SGD: weight decay is added to the gradient.
+
+    >>> import scrimp
+    >>> scrimp.SGD(lr=0.1, momentum=0.9).momentum
+    0.9
+    """
 
     groups: Groups = field(default=(), kw_only=False)
     lr: Rate = 1e-3
@@ -83,7 +94,7 @@ Optimizer = AdamW | SGD
 
 
 def _normal(groups: Any) -> tuple[tuple[Chosen, Mapping[str, object]], ...]:
-    """Every form as pairs; what is given once, as model.parameters() is, is kept."""
+    """Converts every form to pairs; consumes iterators such as model.parameters() once."""
     if isinstance(groups, (str, torch.Tensor)) or not isinstance(groups, Iterable):
         raise RunError(f"the optimizer's first argument is {groups!r}: give parameters or groups, as torch has it, or lr=...")
     rows = [groups] if isinstance(groups, Mapping) else list(groups)
@@ -111,13 +122,13 @@ def _normal(groups: Any) -> tuple[tuple[Chosen, Mapping[str, object]], ...]:
 
 
 def _tensor(row: Any) -> Any:
-    """Without its name, which torch allows beside it."""
+    """The tensor without the name that torch allows with it."""
     return row[1] if isinstance(row, tuple) and len(row) == 2 and isinstance(row[1], torch.Tensor) else row
 
 
 def settings_by_group(optimizer: Optimizer, names: Sequence[str]) -> list[tuple[Optimizer, list[str]]]:
-    """The settings of every group with its parameters' names: what no glob matches comes first. A glob that matches nothing
-    is an error, as is an unknown field, and in torch's form a parameter that is in no group or in two. Tensors have been
+    """The settings of every group with the names of its parameters; parameters that match no glob come first. An error if a glob
+    matches nothing, if a field is unknown, and in torch's form if a parameter is in no group or in two. Tensors must have been
     replaced by names before."""
     check_optimizer(optimizer)
     groups: tuple[tuple[Chosen, Mapping[str, Any]], ...] = optimizer.groups  # type: ignore[assignment]
@@ -155,12 +166,12 @@ def settings_by_group(optimizer: Optimizer, names: Sequence[str]) -> list[tuple[
 
 
 def by_parameter(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Optimizer]:
-    """The optimizer of each parameter, overrides applied."""
+    """The optimizer settings of each parameter, with overrides."""
     return {name: settings for settings, members in settings_by_group(optimizer, names) for name in members}
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Of the base and of every group's overrides."""
+    """Checks the values of the base settings and of every group's overrides."""
     groups: tuple[tuple[Chosen, Mapping[str, Any]], ...] = optimizer.groups  # type: ignore[assignment]
     for given in (vars(optimizer), *(overrides for _, overrides in groups)):
         for name, value in given.items():

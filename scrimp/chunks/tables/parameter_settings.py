@@ -1,7 +1,7 @@
-"""The optimizer's settings of every parameter, step by step.
+"""The optimizer settings of every parameter at each step.
 
-Updates run beside the steps that follow, and a learning rate may change meanwhile. So the settings are taken down when a step
-begins, and whoever updates asks for those of its own step.
+Updates overlap with later steps, and a learning rate may change meanwhile. So `Rules` records the settings when a step begins,
+and an update reads those of its own step.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ from collections.abc import Sequence
 from scrimp.chunks.tables.optimizers import Optimizer
 from scrimp.errors import RunError
 
-KEPT = 1024  # steps; no update is so late
+KEPT = 1024  # steps; no update is delayed that long
 
 
 class Rules:
+    """Settings by step and parameter."""
+
     def __init__(self, groups: Sequence[tuple[Optimizer, Sequence[str]]]) -> None:
-        self.first = tuple(settings for settings, _ in groups)  # as they were given
+        self.first = tuple(settings for settings, _ in groups)  # as given
         self._group = {name: k for k, (_, names) in enumerate(groups) for name in names}
         self._steps: dict[int, tuple[Optimizer, ...]] = {}
 
     def begin(self, step: int, now: tuple[Optimizer, ...]) -> None:
-        """From here on `step` has these settings."""
+        """Record the settings of `step`."""
         self._steps.pop(step, None)
         self._steps[step] = now
         while len(self._steps) > KEPT:
             del self._steps[next(iter(self._steps))]
 
     def forget(self) -> None:
-        """Steps are counted from another number now."""
+        """Clear all records, because the step count changes."""
         self._steps.clear()
 
     def groups(self, step: int) -> tuple[Optimizer, ...]:
         if not self._steps:
             return self.first
         if step not in self._steps:
-            raise RunError(f"the optimizer's settings of step {step} are not known any more; those of {KEPT} steps are kept")
+            raise RunError(f"the optimizer's settings of step {step} are no longer known; the last {KEPT} steps are kept")
         return self._steps[step]
 
     def digest(self, step: int) -> int:
-        """Equal where settings are, for ranks to compare."""
+        """A hash of the settings, for ranks to compare."""
         return int.from_bytes(hashlib.blake2b(repr(self.groups(step)).encode(), digest_size=7).digest(), "big")
 
     def of(self, name: str, step: int) -> Optimizer:

@@ -1,8 +1,8 @@
-"""Which part of every chunk one rank keeps.
+"""The shard of every chunk that one rank holds.
 
-Chunk k of a layer has a length that the world divides; rank r keeps its r-th part. A rank's arenas of a layer hold its
-parts of the layer's chunks end to end; those of masters and states stop after the chunks that hold something trained.
-Borders of parts lie on 64-element borders of the layer, so that no vector lane of an update is ever cut.
+The length of every chunk is a multiple of the world size, and rank r holds its r-th part. A rank's arenas of a layer hold its
+parts of the layer's chunks end to end; those of masters and states stop after the last chunk with a trained parameter. Parts
+begin at multiples of 64 elements of the layer, so that no vector lane of an update is ever cut.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from scrimp.chunks.tables.table import ChunkTable, Slot
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
+    """One rank's shards of all layers."""
+
     table: ChunkTable
     world: int
     rank: int
@@ -49,7 +51,7 @@ class Shards:
         return self._spans[layer]
 
     def pieces(self, layer: int, slot: Slot) -> tuple[tuple[slice, slice], ...]:
-        """What this rank has of a slot, as spans (in the parameter, in the arenas), joined where they touch."""
+        """This rank's part of a slot, as spans (in the parameter, in the arenas), joined where they touch."""
         key = layer, slot.start, slot.stop
         if key not in self._found:
             self._found[key] = (*self._pieces(layer, slot),)
@@ -57,7 +59,7 @@ class Shards:
 
     @cached_property
     def _found(self) -> dict[tuple[int, int, int], tuple[tuple[slice, slice], ...]]:
-        """Pieces that were asked for: they are asked for several times in every step."""
+        """Cache of `pieces`, which is called several times per step."""
         return {}
 
     def _pieces(self, layer: int, slot: Slot) -> Iterator[tuple[slice, slice]]:

@@ -1,14 +1,14 @@
-"""How optimizer states are kept: as they are ("fp32"), or as 8-bit numbers with an fp32 scale for each block ("int8").
+"""Storage formats of optimizer states: as they are ("fp32"), or as 8-bit numbers with an fp32 scale for each block ("int8").
 
-The scale of a block of 64 elements is its largest magnitude. An element is kept as a small float of 3 mantissa bits relative
-to that, written out as bits of fp32, of which the code is the top part:
+The scale of a block of 64 elements is its largest magnitude. An element is stored as a small float with 3 mantissa bits relative
+to the scale. Written as bits of fp32, the code is the top part:
 
     first moment    sign and 7 bits: 0, and 2^-16 .. 1 of the scale; smaller ones become 0
     second moment   8 bits: 2^-32 .. 1 of the scale, and never 0, so that no update is divided by a moment that was lost
 
-Both are rounded up or down at random, so that the means are right: a second moment changes by a thousandth in a step, far
-less than its last bit, and would stand still if it were rounded to the nearest. The random numbers are a hash of the
-element's place in its parameter and of how often that was updated, so equal runs have equal bits wherever a layer lives.
+Both are rounded stochastically, so that they are right in the mean: a second moment changes by a thousandth in a step, far less
+than its last bit, and would never change if it were rounded to nearest. The random bits are a hash of the element's index in its
+parameter and of the parameter's update count, so equal runs have equal bits on every tier.
 
 Blocks are as long as the table's alignment: no chunk, shard or tile ever cuts one.
 """
@@ -31,15 +31,15 @@ ONE = 0x3F800000 >> SHIFT  # the bits of 1.0, which is the largest code
 FIRST, SECOND = 127, 255  # largest codes
 MAGNITUDE = 0x7FFFFFFF
 SMALLEST = 0x00800000  # bits of the least scale, whose inverse is finite
-DITHER = 0xFFFF0  # 16 random bits, the other 16 of a hash being the other moment's, where a code's are cut off
+DITHER = 0xFFFF0  # 16 random bits in place of the bits that a code cuts off; the other 16 of a hash serve the other moment
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 
-ROWS = 4  # fp32 numbers that a coder needs for each element of its tile, and one more for each block
+ROWS = 4  # fp32 scratch numbers that a coder needs per element of its tile, and one more per block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One tensor of a layer's states: an item for every so many elements."""
+    """One tensor of a layer's states: one item for every `every` elements."""
 
     dtype: torch.dtype
     every: int = 1
@@ -51,7 +51,7 @@ class Field:
         return self.numel(elements) * self.dtype.itemsize
 
     def span(self, elements: slice) -> slice:
-        """`elements` begins with an item, and ends with one or with its parameter."""
+        """The items of some elements. They must start with an item, and end with one or with the parameter."""
         return slice(elements.start // self.every, self.numel(elements.stop))
 
 
@@ -59,7 +59,7 @@ _SCALES = Field(dtype=torch.float32, every=BLOCK)
 
 
 def state_fields(states: int, codec: str) -> tuple[Field, ...]:
-    """The tensors that keep so many states. Coded ones are two moments: codes and scales of each."""
+    """The tensors that store so many states. In int8 these are codes and scales of two moments."""
     if codec == "fp32":
         return (Field(dtype=torch.float32),) * states
     if codec == "int8" and states == 2:
@@ -76,7 +76,7 @@ def coder_numel(tile: int) -> int:
 
 
 class Coder:
-    """Decodes and encodes moments tile by tile, within `stage`: fp32 numbers, `coder_numel` of the largest tile."""
+    """Decodes and encodes moments tile by tile, in the scratch `stage`: `coder_numel` fp32 numbers for the largest tile."""
 
     def __init__(self, stage: torch.Tensor) -> None:
         self.stage = stage
@@ -96,11 +96,11 @@ class Coder:
         return self.moments(span)
 
     def moments(self, span: slice) -> list[torch.Tensor]:
-        """Where they are between `decode` and `encode`."""
+        """The decoded moments between `decode` and `encode`."""
         return [row[: span.stop - span.start] for row in self._rows(span)[:2]]
 
     def encode(self, states: Sequence[torch.Tensor], span: slice, *, place: int, count: int) -> None:
-        """`place`: of the span's first element in its parameter; `count`: how often that was updated."""
+        """`place`: index of the span's first element in its parameter; `count`: update count of the parameter."""
         first, second, work, random, inverse = self._rows(span)
         numel = span.stop - span.start
         codes, scales, unsigned, square_scales = _cut(states, span)
@@ -123,7 +123,7 @@ class Coder:
 
 
 def seed(place: int, count: int) -> int:
-    """What an element's hash is made of, in 32 bits; its neighbour's is one more."""
+    """The 32-bit hash input of an element; that of the next element is one more."""
     return (place + count * GOLDEN) & 0xFFFFFFFF
 
 
@@ -137,7 +137,7 @@ def _hash(row: torch.Tensor, work: torch.Tensor, start: int) -> None:
 
 
 def _code(bits: torch.Tensor, dither: torch.Tensor, largest: int) -> torch.Tensor:
-    """In place: magnitudes relative to their scale, as bits of fp32, to codes."""
+    """In place: from magnitudes relative to their scale, as bits of fp32, to codes."""
     return bits.bitwise_and_(MAGNITUDE).add_(dither).bitwise_right_shift_(SHIFT).sub_(ONE - largest).clamp_(0, largest)
 
 
@@ -154,5 +154,5 @@ def _by_block(row: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The 32 bits as torch's int32 has them."""
+    """The 32 bits as a signed number for torch's int32."""
     return number - (1 << 32) if number >> 31 else number

@@ -1,11 +1,11 @@
-"""The chunk table: where every parameter's elements lie.
+"""The chunk table: the position of every parameter's elements.
 
-A layer's parameters stand end to end in the layer's own flat space, each starting on a 64-element border, and the space
-is cut into chunks of one capacity; a tensor larger than a chunk simply spans several. Weights, gradients, master copies
-and optimizer states all use the same table, so that element k of one belongs to element k of the others.
+A layer's parameters lie end to end in the layer's own flat space, each aligned to 64 elements. The space is cut into chunks of
+one capacity; a tensor larger than a chunk spans several. Weights, gradients, master weights and optimizer states all use the
+same table, so element k of one belongs to element k of the others.
 
-Chunks end with their layer: no chunk serves two layers, so that a layer can be fetched and released for itself, and the
-only padding is the 64-element alignment (which also keeps vector lanes, and so bits, the same for every chunk size).
+Chunks end with their layer: no chunk serves two layers, so a layer can be fetched and evicted by itself. The only padding is the
+64-element alignment, which also keeps vector lanes, and so bits, the same for every chunk size.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpace:
-    """One layer's slots, those that are trained first, and the layer's size with padding."""
+    """One layer's slots, trained ones first, and the layer's size with padding."""
 
     path: str
     slots: tuple[Slot, ...]
     numel: int
-    trained: int  # elements of the part that is trained, which alone has masters and states
-    needs: tuple[int, ...]  # layers that must be resident with this one: itself, and the owners of what it shares
-    wide: bool = False  # fp32 whatever the precision: parameters beside running statistics
-    watched: bool = True  # False: only comes with another layer, being its wide part
+    trained: int  # elements of the trained part; only this part has masters and states
+    needs: tuple[int, ...]  # layers that must be resident with this one: itself, and the owners of parameters it shares
+    wide: bool = False  # fp32 whatever the precision: parameters of modules with running statistics
+    wrapped: bool = True  # False: it has no module of its own, but is the fp32 part of the next layer, and fetched with it
 
     @property
     def padding(self) -> int:
@@ -57,6 +57,8 @@ class LayerSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTable:
+    """The slots of all layers, and the chunk size."""
+
     layers: tuple[LayerSpace, ...]
     capacity: int
 
@@ -71,7 +73,7 @@ class ChunkTable:
             yield start, min(start + self.capacity, numel)
 
     def check(self) -> ChunkTable:
-        """Prove that slots neither overlap nor leave their layer, and that every parameter has exactly one."""
+        """Check that slots neither overlap nor leave their layer, and that every parameter has exactly one."""
         seen: set[str] = set()
         for layer in self.layers:
             position = 0
@@ -83,7 +85,7 @@ class ChunkTable:
                 if slot.start % ALIGN:
                     raise RunError(f"slot {slot.name} starts at {slot.start}, off the {ALIGN}-element border")
                 if slot.trainable and slot.stop > layer.trained:
-                    raise RunError(f"slot {slot.name} is trained, but stands beyond {layer.trained}, where states end")
+                    raise RunError(f"slot {slot.name} is trained, but lies beyond {layer.trained}, where states end")
                 seen.add(slot.name)
                 position = slot.stop
         if self.capacity % ALIGN or self.capacity < ALIGN:
@@ -93,7 +95,7 @@ class ChunkTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A parameter that wants a slot."""
+    """A parameter that needs a slot."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,14 +105,14 @@ class Row:
 
 def build_table(layers: Sequence[tuple[str, Sequence[Row], Sequence[str]]], *, capacity: int, world: int = 1) -> ChunkTable:
     """`layers`: (path, parameters, names of shared parameters) in order of the module tree. Chunks can be cut into `world`
-    equal parts, each a multiple of the alignment. A layer with wide parameters among others becomes two: the wide one
-    comes first and is needed by the other."""
+    equal parts, each a multiple of the alignment. A layer with wide and other parameters becomes two: the wide one comes first,
+    and the other needs it."""
     grain = ALIGN * world
     spaces: list[LayerSpace] = []
     owner: dict[str, int] = {}
     for path, parameters, shared in layers:
         kinds = [kind for kind in (True, False) if any(row.wide == kind for row in parameters)] or [False]
-        overlapped: list[int] = []
+        wide_part: list[int] = []
         for wide in kinds:
             index = len(spaces)
             slots, position, trained = [], 0, 0
@@ -121,16 +123,16 @@ def build_table(layers: Sequence[tuple[str, Sequence[Row], Sequence[str]]], *, c
                 owner[row.name] = index
             position = -(-position // grain) * grain
             last = wide == kinds[-1]
-            needs = tuple(dict.fromkeys([index, *overlapped, *(owner[name] for name in shared if last)]))
+            needs = tuple(dict.fromkeys([index, *wide_part, *(owner[name] for name in shared if last)]))
             spaces.append(
-                LayerSpace(path=path, slots=tuple(slots), numel=position, trained=trained, needs=needs, wide=wide, watched=last)
+                LayerSpace(path=path, slots=tuple(slots), numel=position, trained=trained, needs=needs, wide=wide, wrapped=last)
             )
-            overlapped.append(index)
+            wide_part.append(index)
     return ChunkTable(layers=tuple(spaces), capacity=max(grain, capacity // grain * grain)).check()
 
 
 def runs_of(arrived: list[tuple[Slot, bool]]) -> list[tuple[int, int, bool]]:
-    """[start, stop) of what stands end to end and is alike, so that it is copied at once."""
+    """[start, stop) of adjacent slots with the same flag, so that one copy moves them."""
     runs: list[tuple[int, int, bool]] = []
     for slot, first in sorted(arrived, key=lambda entry: entry[0].start):
         if runs and runs[-1][1:] == (slot.start, first):

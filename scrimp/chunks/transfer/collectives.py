@@ -1,7 +1,7 @@
-"""What ranks say to each other about chunks: gather the parts of one, reduce and scatter the gradients of one.
+"""Collectives on chunks: all-gather of the shards, reduce-scatter of the gradients.
 
-Both are moves of a one-dimensional array between `[dp]` and `[-]`, so they are scrimp's own moves: checked, bounded, the
-same on gloo and NCCL. With one rank they are copies.
+Both move a one-dimensional array between `[dp]` and `[-]`, so they are scrimp's own moves: checked, with a timeout, the same on
+gloo and NCCL. With one rank they are copies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scrimp.move import synthesize
 
 
 class Wire:
-    """`device` is where messages are: the ranks' own device with NCCL, the CPU with gloo."""
+    """A group of ranks. `device`: where messages are, the ranks' own device with NCCL, the CPU with gloo."""
 
     def __init__(self, world: int = 1, rank: int = 0, group: Any = None, device: torch.device | None = None) -> None:
         self.world = world
@@ -25,7 +25,7 @@ class Wire:
         self.mesh = Mesh({"dp": world})
 
     def gather(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Every rank's `part`, end to end, into `whole`."""
+        """Concatenate every rank's `part` into `whole`."""
         if self.world == 1:
             whole.copy_(part, non_blocking=True)
             return
@@ -52,7 +52,7 @@ class Wire:
         return self.sum(values if self.rank == 0 else torch.zeros_like(values))
 
     def meet(self) -> None:
-        """Nobody goes on before all are here."""
+        """Barrier."""
         if self.world > 1:
             self.sum(torch.zeros(1))
 

@@ -1,8 +1,8 @@
-"""How bytes cross between host and device: on CUDA one stream up and one down beside the stream that computes.
+"""Copies between host and device; on CUDA on one stream up and one down, overlapped with the compute stream.
 
-Memory of layers belongs to the computing stream. A copy up waits for what was computed before its memory was given out;
-whoever computes with it waits for the copy. A copy down waits for what made its source; whoever frees the source makes the
-computing stream wait for the copy. Nobody ever waits on the host, except to read what came down.
+Memory of layers belongs to the compute stream. A copy up waits for work that was queued before its memory was allocated, and the
+compute stream waits for the copy before using it. A copy down waits for the work that made its source, and the compute stream
+waits for the copy before the source is freed. The host never waits, except to read what was copied down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Traffic:
 
 
 class CopyStreams:
-    """Without CUDA copies are done when they return, and all waiting is nothing."""
+    """Without CUDA copies are synchronous, and waiting does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,12 +41,12 @@ class CopyStreams:
         return self._copy(target, source, "downward")
 
     def wait(self, event: Event) -> None:
-        """What is computed from here on comes after the copy."""
+        """Let the compute stream wait for the copy."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def settle(self) -> None:
-        """The host may read what came down, and write what was sent up."""
+        """Wait until the host may read what was copied down, and overwrite what was copied up."""
         if self.overlapped:
             torch.cuda.current_stream(self.device).synchronize()
             self.upward.synchronize()

@@ -1,7 +1,7 @@
 """Host memory for model data: private anonymous mappings, one per layer and kind.
 
-A mapping begins on a page of its own, so that the pages can be registered with CUDA without rounding sizes up; it is zero
-without being touched, takes huge pages where the system allows, and goes back to the system at once when it is let go.
+A mapping begins on its own page, so it can be registered with CUDA without rounding sizes up. It is zero without being touched,
+uses huge pages where the system allows, and returns to the system at once when it is freed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def arena(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> torch.Tens
         mapping.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(mapping, dtype=dtype)
     if pinned:
-        tensor.zero_()  # by all threads: registering would touch the pages one after the other
+        tensor.zero_()  # by all threads, because registering would touch the pages sequentially
         register(tensor)
     return tensor
 
 
 def register(tensor: torch.Tensor) -> None:
-    """Pin what is there. Pages that nobody has touched yet would be touched one after the other."""
+    """Pins the memory. Touch its pages before, because registering touches them sequentially."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = tensor.data_ptr()
     error = runtime.cudaHostRegister(address, tensor.nbytes, 0)

@@ -1,25 +1,25 @@
 """Copies between a device and pageable host memory at the rate of the link.
 
-CUDA copies pageable memory through a small buffer of its own with one thread, which also is the one that touches new pages.
-Here two pinned stages take turns: while one crosses, all threads copy the other to or from its place.
+CUDA copies pageable memory through a small buffer with one thread, which also touches new pages. Here two pinned staging buffers
+take turns: while one crosses the link, all threads copy the other to or from its place.
 """
 
 from __future__ import annotations
 
 import torch
 
-STAGE = 32 << 20  # bytes: a power of two, to which pinned memory is rounded up anyway
+STAGE = 32 << 20  # bytes; a power of two, to which pinned memory is rounded up anyway
 
 
 def carry(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Flat tensors. Done when it returns."""
+    """Copies flat tensors; synchronous."""
     if {target.device.type, source.device.type} != {"cpu", "cuda"} or source.nbytes < STAGE:
         target.copy_(source)
         return
     tile = STAGE // source.element_size()
     spans = [slice(start, start + tile) for start in range(0, source.numel(), tile)]
     if target.dtype != source.dtype or target.is_pinned() or source.is_pinned():
-        for span in spans:  # cast before it crosses, on the device too: torch would take it to the host for that
+        for span in spans:  # cast before crossing the link, because torch would cast on the host
             target[span].copy_(source[span].to(target.dtype))
         return
     stages = [torch.empty(tile, dtype=source.dtype, pin_memory=True) for _ in range(2)]

@@ -1,9 +1,8 @@
-"""The update, on the device, of layers whose masters and states are on the host: these pass through the device.
+"""The streamed update: runs on the device, for layers whose master weights and states are on the host.
 
-A layer's weights are on the device for good, and so are its gradients when they land there. Tile by tile its masters and
-states come up, are updated beside them, and go down again, through a few stages that take turns, on streams of their own.
-The host does not compute: whoever computes with the layer waits on the device, whoever reads its states on the host waits
-for the last copy.
+A layer's weights stay on the device, and its gradients are there too. Tile by tile, masters and states are copied up, updated
+and copied down again, through a few staging buffers that take turns, on separate streams. The host does not compute. Who
+computes with the layer waits on the device; who reads its states on the host waits for the last copy.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from scrimp.chunks.tables.table import Slot
 from scrimp.chunks.transfer.copy_streams import Event
 from scrimp.chunks.transfer.host_arena import register
 
-TILE, STAGES = 16 << 20, 3  # elements; one stage comes up, one is updated, one goes down
+TILE, STAGES = 16 << 20, 3  # elements; one buffer is copied up, one is updated, one is copied down
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A slot's elements [start, stop) of the layer; `count`: how often it was updated, this time included."""
+    """A slot's elements [start, stop) of the layer; `count`: its number of updates, this one included."""
 
     slot: Slot
     count: int
@@ -35,13 +34,15 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
+    """Elements [start, stop) of the layer that are streamed together."""
+
     start: int
     stop: int
     parts: tuple[Part, ...]
 
 
 def update_tiles(slots: Sequence[Slot], counts: Sequence[int], most: int) -> list[Tile]:
-    """Neighbours together, as long as they fit; a large slot is cut at multiples of `most` from its own start, so that
+    """Groups neighbouring slots as long as they fit. A large slot is cut at multiples of `most` from its own start, so that
     vector lanes and tails are those of the whole."""
     found: list[Tile] = []
     for slot, count in sorted(zip(slots, counts, strict=True), key=lambda row: row[0].start):
@@ -60,7 +61,7 @@ def stages_nbytes(tensors: int, largest_numel: int) -> int:
 
 
 def pin(placement: Placement) -> None:
-    """So that copies of masters and states overlap with everything else."""
+    """Registers masters and states with CUDA, so that their copies overlap with compute."""
     assert placement.master is not None
     for tensor in (placement.master, *placement.states):
         if not tensor.is_pinned():
@@ -69,7 +70,7 @@ def pin(placement: Placement) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """When all but the last tiles of a layer are up, its weights are new, all of it is home."""
+    """Events: all but the last tiles of a layer are up; its weights are updated; its masters and states are back on the host."""
 
     nearly_up: Event
     updated: Event
@@ -77,7 +78,8 @@ class Passed:
 
 
 class StreamedUpdate:
-    """`tensors`: masters and states of a layer, of which none is larger than `largest_numel`."""
+    """Staging buffers and streams of the update. `tensors`: number of masters and states of a layer, none larger than
+    `largest_numel`."""
 
     def __init__(self, device: torch.device, tensors: int, largest_numel: int) -> None:
         self.tile = min(TILE, largest_numel)
@@ -85,13 +87,13 @@ class StreamedUpdate:
             [torch.empty(self.tile, dtype=torch.float32, device=device) for _ in range(tensors)] for _ in range(STAGES)
         ]
         self._free: list[Event] = [None] * STAGES
-        self._placement: dict[int, Event] = {}  # by layer: all of it is down
+        self._placement: dict[int, Event] = {}  # by layer: masters and states are back on the host
         self._turn = 0
         self._device = device
         self._streams: list[Any] = [None] * 3
         if device.type == "cuda":
             self._streams = [torch.cuda.Stream(device) for _ in range(3)]  # type: ignore[no-untyped-call]
-            for stream in self._streams:  # the stages may be memory that is still in use there
+            for stream in self._streams:  # the buffers may be memory that the current stream still uses
                 stream.wait_stream(torch.cuda.current_stream(device))
 
     @property
@@ -101,8 +103,8 @@ class StreamedUpdate:
     def update(
         self, layer: int, data: Opened, todo: Sequence[Tile], apply: Callable[[Part, Piece], None], scale: torch.Tensor | None
     ) -> Passed:
-        """`apply` updates a piece, on the stream that is current then. The layer's gradients are there already; `scale` is
-        used by `apply` alone."""
+        """`apply` updates a piece, on the stream that is then current. The layer's gradients must have arrived. Only `apply`
+        uses `scale`."""
         up, work, down = self._streams
         if work is not None and scale is not None:
             scale.record_stream(work)
@@ -121,7 +123,7 @@ class StreamedUpdate:
 
 
 def _run(stream: Any, after: Sequence[Event], work: Callable[[], None]) -> Event:
-    """On a stream, if there are streams, after events; the event that it is done."""
+    """Runs work on a stream after some events, and returns the event of its end; without streams, runs it now."""
     if stream is None:
         work()
         return None

@@ -1,4 +1,4 @@
-"""Torch's own fused updates, by names that torch calls private."""
+"""torch's own fused updates, by private names of torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from scrimp.chunks.tables.optimizers import SGD, AdamW, Optimizer
 def update(
     optimizer: Optimizer, lr: float, count: int, master: torch.Tensor, gradient: torch.Tensor, states: list[torch.Tensor]
 ) -> None:
-    """Of fp32 tensors. `count`: how often the parameter was updated, this time included."""
+    """Updates fp32 tensors. `count`: number of updates of the parameter, this one included."""
     if isinstance(optimizer, AdamW):
         beta1, beta2 = optimizer.betas
-        number = torch.full((), float(count), dtype=torch.float32, device=master.device)  # filled there: no copy to wait for
+        number = torch.full((), float(count), dtype=torch.float32, device=master.device)  # filled on the device, without a copy
         torch._fused_adamw_(
             [master], [gradient], [states[0]], [states[1]], [], [number],
             lr=lr, beta1=beta1, beta2=beta2, weight_decay=optimizer.weight_decay, eps=optimizer.eps,

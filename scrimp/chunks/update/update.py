@@ -1,9 +1,9 @@
 """One parameter's update, on flat views.
 
-On the host a kernel of our own does it in one pass over memory, with the bits of torch's (`kernels/host_update.py`), and on a
-device another (`kernels/device_update.py`). Without them torch's fused kernels are used tile by tile. Tiles end on multiples of
-their size counted from the parameter's own start, so that vector lanes and tails, and with them every bit, are those of one call
-on the whole tensor. Coded states are decoded and encoded tile by tile (`tables/state_codec.py`).
+On the host scrimp's own kernel does it in one pass over memory, with the bits of torch's (`kernels/host_update.py`). On a device
+another does (`kernels/device_update.py`). Without them torch's fused kernels run tile by tile. Tiles end at multiples of their
+size counted from the parameter's own start, so that vector lanes and tails, and with them every bit, are those of one call on the
+whole tensor. int8 states are decoded and encoded tile by tile (`tables/state_codec.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from scrimp.chunks.tables.optimizers import SGD, AdamW, Optimizer, rate
 from scrimp.chunks.tables.state_codec import Coder, coder_numel, padded
 from scrimp.chunks.update import torch_fused_private
 
-TILE = 1 << 18  # stays in a core's cache on the host
+TILE = 1 << 18  # fits in a core's cache on the host
 CUDA_TILE = 1 << 24  # keeps a device busy
-CODED_SHARE = 4  # coded states have more rows in a stage, and tiles that much smaller
+CODED_SHARE = 4  # int8 states need more scratch rows, so their tiles are smaller by this factor
 
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The 2-norm in fp32, as torch.nn.utils.clip_grad_norm_ takes it of one tensor."""
+    """The 2-norm in fp32, as torch.nn.utils.clip_grad_norm_ computes it for one tensor."""
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return norm
 
@@ -33,7 +33,7 @@ def _tile_numel(device: torch.device, state: str) -> int:
 
 
 def stage_numel(device: torch.device, largest_numel: int, fused: Fused | None, state: str = "fp32") -> int:
-    """A tile's gradients, and what coding its states takes; nothing with the device's kernel."""
+    """Scratch elements: a tile's gradients, and the coder's rows; none with the device kernel."""
     if fused is not None:
         return 0
     tile = min(_tile_numel(device, state), largest_numel)
@@ -41,8 +41,8 @@ def stage_numel(device: torch.device, largest_numel: int, fused: Fused | None, s
 
 
 class Updater:
-    """Updates what lives on one device. `stage` is the fp32 tile that gradients are cast into, or scaled in; of
-    parameters of at most `largest_numel`; for coded states it has their rows too; with the device's kernel there is none."""
+    """Updates tensors on one device. `stage` is the fp32 scratch tile in which gradients are cast or scaled, for parameters of at
+    most `largest_numel`. For int8 states it has the coder's rows too. With the device kernel there is none."""
 
     def __init__(self, device: torch.device, largest_numel: int, fused: Fused | None = None, state: str = "fp32") -> None:
         self.tile = _tile_numel(device, state)
@@ -55,9 +55,9 @@ class Updater:
     def apply(
         self, optimizer: Optimizer, step: int, count: int, piece: Piece, scale: torch.Tensor | None, *, own_master: bool
     ) -> None:
-        """Update a piece's master and states from its gradient times `scale`, and write its weight anew from the master.
+        """Update a piece's master and states from its gradient times `scale`, then rewrite its weight from the master.
 
-        `step` is the engine's, for the rate; `count` says how often this parameter was updated, this time included."""
+        `step` is the engine's, for the learning rate. `count` is the parameter's number of updates, this one included."""
         weight = None if own_master else piece.weight
         fits = takes if self.coder is None else takes_coded
         if self.native is not None and fits(piece.master, piece.states, piece.gradient, weight):

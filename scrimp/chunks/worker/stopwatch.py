@@ -1,4 +1,4 @@
-"""Seconds that a thread spends inside something; others may read them meanwhile."""
+"""Sums the seconds that a thread spends inside a block; other threads may read the sum meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Stopwatch:
     """`with watch:` in one thread at a time."""
 
     def __init__(self) -> None:
-        self._state: tuple[float, float | None] = (0.0, None)  # before, and since when: replaced together
+        self._state: tuple[float, float | None] = (0.0, None)  # sum so far and start of the block, replaced atomically
 
     def __enter__(self) -> None:
         self._state = (self._state[0], time.perf_counter())
@@ -19,6 +19,6 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """What is going on included."""
+        """The sum, including the block that is running."""
         before, since = self._state
         return before if since is None else before + time.perf_counter() - since

@@ -1,8 +1,8 @@
-"""One thread that does the host's part of training beside the step: updates of layers, and what waits for them.
+"""One thread that does the host's part of training, overlapped with the step: updates of layers, and jobs that depend on them.
 
-Jobs have a rank: of those whose data is there the lowest first, so that the layers needed first are done first, and no job
-waits for data while another could run. Each job opens a gate. If a job fails, every gate opens and every wait raises its
-error: nothing ever hangs on a thread that is gone.
+Jobs have a rank. Of the jobs whose data is ready the lowest rank runs first, so that layers needed first are done first, and no
+job waits for data while another could run. Each job opens a gate. If a job fails, every gate opens and every wait raises its
+error, so nothing hangs on a dead thread.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Protocol
 from scrimp.chunks.worker.stopwatch import Stopwatch
 from scrimp.errors import RunError
 
-GLANCE = 1e-4  # seconds between two looks at what jobs wait for
+GLANCE = 1e-4  # seconds between two checks of what jobs wait for
 
 
 class Awaited(Protocol):
-    """Something that happens once, as a CUDA event does."""
+    """Something that happens once, with the interface of a CUDA event."""
 
     def query(self) -> bool: ...
 
@@ -70,9 +70,11 @@ class _Job:
 
 
 class Worker:
+    """Runs jobs on one thread, which starts with the first job."""
+
     def __init__(self, name: str) -> None:
         self._name = name
-        self.waited_for = Stopwatch()  # by others, at gates
+        self.waited_for = Stopwatch()  # time that others spend at gates
         self._busy, self._lap = Stopwatch(), (0.0, 0.0)
         self._jobs: list[_Job] = []  # by rank
         self._promised: set[Gate] = set()
@@ -83,7 +85,7 @@ class Worker:
         self._closed = False
 
     def submit(self, rank: int, job: Callable[[], None], after: Sequence[Awaited] = ()) -> Gate:
-        """`after`: what must have happened before."""
+        """Queue a job; it runs once everything in `after` has happened."""
         gate = Gate(self)
         with self._ready:
             self.check()
@@ -97,7 +99,7 @@ class Worker:
         return gate
 
     def promise(self) -> Gate:
-        """A gate for what takes more than one job: `keep` opens it, and so does a failure."""
+        """A gate for work of more than one job: `keep` opens it, and so does a failure."""
         gate = Gate(self)
         with self._ready:
             self.check()
@@ -110,7 +112,7 @@ class Worker:
         gate._set()
 
     def fail(self, error: BaseException) -> None:
-        """Something that jobs depend on went wrong, in whatever thread: what is left is not done, every gate opens."""
+        """Something that jobs depend on failed, in any thread: drop the remaining jobs and open every gate."""
         with self._ready:
             self._error = self._error or error
             gates = [*self._promised, *(job.gate for job in self._jobs)]
@@ -120,29 +122,29 @@ class Worker:
             gate._set()
 
     def lap(self) -> tuple[float, float]:
-        """Seconds since the last lap: running jobs, and others waiting at gates."""
+        """Seconds since the last call: running jobs, and others waiting at gates."""
         before, self._lap = self._lap, (self._busy.seconds, self.waited_for.seconds)
         return self._lap[0] - before[0], self._lap[1] - before[1]
 
     def check(self) -> None:
-        """Raise what went wrong, if something did."""
+        """Raise the error of a job, if there was one."""
         if self._error is not None:
             advice = "; load the last checkpoint"
             words = f"{self._name} failed: {str(self._error).removesuffix(advice)}{advice}"
             raise RunError(words) from self._error
 
     def close(self) -> None:
-        """Do what is left, then end the thread."""
+        """Finish the remaining jobs, then end the thread."""
         with self._ready:
             self._closed = True
             self._ready.notify()
         if self._thread is not None:
-            if self._thread is not threading.current_thread():  # which may be the last to let go of the worker's owner
+            if self._thread is not threading.current_thread():  # this thread may hold the last reference to the worker's owner
                 self._thread.join()
             self._thread = None
 
     def _next(self) -> _Job | None:
-        """The lowest that is ready; if none is, one is waited for."""
+        """The ready job with the lowest rank; waits if none is ready."""
         while True:
             with self._ready:
                 while not self._jobs and not self._closed:
@@ -152,10 +154,10 @@ class Worker:
                 waiting = list(self._jobs)
             job = next((job for job in waiting if job.ready), waiting[0] if len(waiting) == 1 else None)
             if job is None:
-                time.sleep(GLANCE)  # nobody knows which of them will be first
+                time.sleep(GLANCE)  # any of them may be the next
                 continue
             with self._ready:
-                if job in self._jobs:  # none is, after a failure
+                if job in self._jobs:  # a failure empties the list
                     self._jobs.remove(job)
                     return job
 
@@ -168,7 +170,7 @@ class Worker:
                 with self._busy:
                     job.run()
                 job.gate._set()
-                job = None  # while it waits, the thread keeps nothing alive
+                job = None  # so that an idle thread keeps nothing alive
         except BaseException as error:
             self.fail(error)
             if job is not None:

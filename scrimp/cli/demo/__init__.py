@@ -1,1 +1,1 @@
-"""`scrimp demo`."""
+"""`scrimp demo`: training within a memory budget, and moves between layouts."""

@@ -1,4 +1,4 @@
-"""The closing table of `scrimp demo`: budget, peaks, host, traffic and time, of plain PyTorch and of both runs."""
+"""The closing table of `scrimp demo`: budget, peaks, host memory, traffic and time of plain PyTorch and of both runs."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def table(plain: Plain, first: Figures, second: Figures) -> Table:
 def closing(seconds: float) -> str:
     return "\n".join(
         [
-            "ledger     scrimp's own account of the device",
-            "profiler   torch's memory events, which know nothing of the ledger",
-            "least      engine.bound(), for the homes and the recomputation that were chosen",
-            "estimated  from compute as the first steps timed it, with copies and updates overlapped",
-            "plain      takes a rank's share of the batch",
+            "ledger     scrimp's own accounting of device memory",
+            "profiler   torch's memory events, independent of the ledger",
+            "least      engine.bound(), for the chosen placement and recomputation",
+            "estimated  from the compute time of the first steps, with copies and updates overlapped",
+            "plain      runs a rank's share of the batch",
             "",
             f"The tour took {seconds:.0f} s.",
             "",
             "Next:",
-            "  scrimp demo --moves    arrays between layouts, beside DTensor",
+            "  scrimp demo --moves    arrays between layouts, compared with DTensor",
             '  scrimp move --mesh x=2,y=4 --shape 8192,8192 "[x,y]" "[y,x]"',
             "  make test              (in a checkout)",
         ]

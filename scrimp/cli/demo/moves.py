@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REPEATS = 3
 NAMES = ("scrimp", "torch")
-ROOMY = 90  # columns from which the table can have wider gaps; without them it fits in 80
+ROOMY = 90  # columns from which the table has wider gaps; without them it fits in 80
 
 MESH_A = Mesh({"x": 2, "y": 4})
 MESH_B = Mesh({"x": 2, "y": 2, "z": 2})
@@ -56,7 +56,7 @@ PROBLEMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What one of the two needs for a problem."""
+    """Cost and correctness of one of the two for a problem."""
 
     received_nbytes: int
     peak_over_cap: float
@@ -72,8 +72,8 @@ def moves(console: Console, problems: Sequence[MoveProblem] = PROBLEMS) -> None:
     results = []
     try:
         with notes.status(f"starting {world} processes, each of which loads torch") as status:
-            if not notes.is_terminal:  # a spinner shows nothing in a log
-                notes.print(f"starting {world} processes; this takes a moment")
+            if not notes.is_terminal:  # a spinner is invisible in a log
+                notes.print(f"starting {world} processes; this takes some seconds")
             with RankPool(world) as ranks:
                 for number, problem in enumerate(problems, start=1):
                     status.update(f"problem {number} of {len(problems)}: {problem.src} -> {problem.dst}")
@@ -89,7 +89,7 @@ def moves(console: Console, problems: Sequence[MoveProblem] = PROBLEMS) -> None:
 
 
 def compare(problem: MoveProblem, measured: Sequence[tuple[bool, list[float], bool, list[float]]]) -> tuple[Side, Side]:
-    """scrimp's side and DTensor's, from the plans and from what each rank measured."""
+    """scrimp's side and DTensor's, from the plans and each rank's measurements."""
     from scrimp.ext.dtensor_plans import dtensor_plan
 
     program = _program(problem)
@@ -179,7 +179,7 @@ def _program(problem: MoveProblem) -> Program:
     return synthesize(problem.shape, problem.mesh, problem.src, problem.dst)
 
 
-# What follows runs on every rank.
+# The following functions run on every rank.
 
 
 def measure(
@@ -192,7 +192,7 @@ def measure(
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it says on every rank that gloo is slow
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # every rank would log that gloo is slow
     mesh, rank = Mesh(axes), dist.get_rank()
     source, target = Layout.parse(src), Layout.parse(dst)
     full = torch.arange(prod(shape), dtype=torch.float32).view(shape)
@@ -214,7 +214,7 @@ def measure(
 
 
 def _best(move: Callable[[], torch.Tensor], want: torch.Tensor) -> tuple[bool, list[float]]:
-    """Whether the first run, which also warms up, gives what is wanted; then the seconds of the others."""
+    """Whether the first run, which also warms up, gives `want`; then the seconds of the others."""
     import time
 
     import torch
@@ -235,7 +235,7 @@ _device_meshes: dict[object, Any] = {}
 
 
 def _device_mesh(axes: tuple[tuple[str, int], ...]) -> Any:
-    """One for each mesh and process: making it makes process groups."""
+    """Cached per mesh and process: making one makes process groups."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if axes not in _device_meshes:

@@ -1,6 +1,5 @@
-"""`scrimp demo`: a tour of training within a budget. A small GPT that plain PyTorch cannot train within it, trained by
-scrimp on two processes, killed, and resumed on one; every figure is of the run that is seen.
-"""
+"""`scrimp demo`: trains a small GPT within a memory budget that plain PyTorch exceeds, on two processes; kills them, and resumes
+on one. Every number is measured in this run."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
 from scrimp.ledger import format_nbytes
 
 WORLD = 2
-FIRST_SHARE, SECOND_SHARE = 3, 4  # parts of plain PyTorch's peak that the two runs may take: a third, then a quarter
+FIRST_SHARE, SECOND_SHARE = 3, 4  # divisors of plain PyTorch's peak for the budgets of the two runs: a third, then a quarter
 FULL = Setting()
 LEAST_STEPS = 10
 TIMEOUT_SECONDS = 600.0
@@ -37,7 +36,7 @@ KILLED = f"died with exit code {-signal.SIGKILL}"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the tour found. `before` and `after`: the losses by step of the run that was killed and of the resumed one."""
+    """The measurements. `before` and `after`: the losses by step of the killed run and of the resumed one."""
 
     setting: Setting
     plain: Plain
@@ -51,7 +50,7 @@ class Outcome:
         return sorted(self.before.keys() & self.after.keys())
 
     def broken(self) -> list[str]:
-        """The promises that this run did not keep."""
+        """The promises that this run broke."""
         found = []
         for name, figures in (("on two ranks", self.first), ("resumed", self.second)):
             for meter, peak in (("ledger", figures.peak_nbytes), ("profiler", figures.metered_nbytes)):
@@ -68,9 +67,9 @@ class Outcome:
 
 
 def demo(console: Console, *, steps: int = FULL.steps, seed: int = 0, quiet: bool = False) -> list[str]:
-    """The whole tour; the promises that were broken."""
+    """Runs the whole tour; returns the promises it broke."""
     if steps < LEAST_STEPS:
-        raise ScrimpError(f"{steps} steps are too few to trace, save, be killed and resume in: take {LEAST_STEPS} or more")
+        raise ScrimpError(f"{steps} steps are too few to trace, save, be killed and resume in: use {LEAST_STEPS} or more")
     setting = Setting(**{**FULL.__dict__, "steps": steps, "seed": seed})
     began = time.monotonic()
     outcome = tour(console, setting, quiet=quiet)
@@ -143,7 +142,7 @@ def _say_plain(console: Console, setting: Setting, known: Plain, budget: int) ->
 
 def _say_first(console: Console, budget: int) -> None:
     text = (
-        f"scrimp.Engine(model, memory=scrimp.Memory(device={budget})), in fp32 too, in {WORLD} processes joined by gloo, each "
+        f"scrimp.Engine(model, memory=scrimp.Memory(device={budget})), in fp32 too, in {WORLD} processes on gloo, each "
         "on its share of the batches:"
     )
     heading(console, 3, f"scrimp within the budget, on {WORLD} ranks", text)
@@ -177,7 +176,7 @@ def _say_losses(console: Console, outcome: Outcome, losses: Sequence[float], kil
 
 
 def _until_killed(ranks: RankPool, setting: Setting, run: Run) -> None:
-    """Train, and from another thread kill every rank once enough steps are made."""
+    """Trains, and from another thread kills every rank once enough steps are done."""
     over = threading.Event()
     killer = threading.Thread(target=_kill, args=(run, setting.killed, over), daemon=True)
     killer.start()
@@ -190,7 +189,7 @@ def _until_killed(ranks: RankPool, setting: Setting, run: Run) -> None:
     finally:
         over.set()
         killer.join()
-    raise ScrimpError("the demo stopped: the ranks were to be killed, but they ended")
+    raise ScrimpError("the demo stopped: the ranks ended before they were killed")
 
 
 def _kill(run: Run, steps: int, over: threading.Event) -> None:
@@ -202,7 +201,8 @@ def _kill(run: Run, steps: int, over: threading.Event) -> None:
 
 
 def _figures(run: Run, world: int, rows: Sequence[Mapping[str, Any]]) -> Figures:
-    """Rank 0's, with the highest peaks and host bytes of any rank; the ledger's own also after the step that was measured."""
+    """Rank 0's figures, with the highest peaks and host bytes of any rank; the ledger's peak also covers steps after the profiled
+    one."""
     every = [json.loads(run.figures(rank).read_text()) for rank in range(world)]
     most = {key: max(one[key] for one in every) for key in ("peak_nbytes", "host_nbytes")}
     later = [row["device_peak_nbytes"] for row in rows if row["step"] >= run.measured]
@@ -226,7 +226,7 @@ def _ranks(world: int) -> Iterator[RankPool]:
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """The profiler of the ranks announces itself on stderr, unless the environment that they are born into says no."""
+    """Silences the ranks' profiler, which writes to stderr unless the environment forbids it."""
     name = "KINETO_LOG_LEVEL"
     ours = name not in os.environ
     os.environ.setdefault(name, "99")
@@ -239,7 +239,7 @@ def _hushed() -> Iterator[None]:
 
 @contextmanager
 def _cursor(console: Console) -> Iterator[None]:
-    """A rank that is killed while its progress line is live leaves the terminal without a cursor."""
+    """Restores the cursor: a rank killed while its progress line is live leaves the terminal without one."""
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""What the processes of `scrimp demo` do: plain PyTorch under the profiler, and the engine within a budget.
+"""The jobs of `scrimp demo`'s processes: plain PyTorch under the profiler, and the engine within a budget.
 
-The profiler's memory events are a meter of their own: they come from torch's allocator and know nothing of the ledger.
+The profiler's memory events come from torch's allocator, so they check the ledger independently.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Setting:
 
     @property
     def saved(self) -> int:
-        """Steps made when the checkpoint is written."""
+        """The step after which the checkpoint is written."""
         return max(STEADY + 2, self.steps * 2 // 5)
 
     @property
     def killed(self) -> int:
-        """Steps made when the ranks are killed, or a few more."""
+        """The step after which the ranks are killed, or a few more."""
         return self.saved + max(2, self.steps // 5)
 
     def model(self) -> GPT:
@@ -65,13 +65,13 @@ class Setting:
         return Grammar(self.vocab, self.seed)
 
     def rate(self, step: int) -> float:
-        """Up over the first tenth, down over the last two fifths."""
+        """Learning rate: rises over the first tenth, falls over the last two fifths."""
         return self.lr * min(1.0, (step + 1) * 10 / self.steps, (self.steps - step) * 2.5 / self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """What plain PyTorch took, and what is known of model and text."""
+    """The cost of plain PyTorch, and facts about model and text."""
 
     parameters: int
     peak_nbytes: int
@@ -82,8 +82,8 @@ class Plain:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """`measured`: the step that is profiled. A doomed run saves a checkpoint and waits at its end to be killed; another
-    one begins from the checkpoint."""
+    """`measured`: the profiled step. A doomed run saves a checkpoint and waits at its end to be killed; another one starts from
+    the checkpoint."""
 
     name: str
     folder: str
@@ -110,7 +110,8 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One rank's. `metered_nbytes` and `step_peak_nbytes` are of the profiled step: by the profiler and by the ledger."""
+    """Measurements of one rank. `metered_nbytes` and `step_peak_nbytes` are of the profiled step: by the profiler and by the
+    ledger."""
 
     budget_nbytes: int
     peak_nbytes: int
@@ -126,14 +127,14 @@ class Figures:
 
 
 def profiled_peak(work: Callable[[], object]) -> int:
-    """The most that was live of what `work` allocated, by the profiler's memory events."""
+    """The most bytes live at once of those that `work` allocated, by the profiler's memory events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         work()
     return most_live(seen)
 
 
 def most_live(seen: Any) -> int:
-    """Of a profile with memory events."""
+    """The same, of a profile with memory events."""
     live = peak = 0
     for event in seen.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -143,14 +144,14 @@ def most_live(seen: Any) -> int:
 
 
 def share(setting: Setting, grammar: Grammar, step: int) -> Batch:
-    """This rank's rows of a global batch; cloned, or they would hold the memory of all of it."""
+    """This rank's rows of a global batch; cloned, because a view would keep all of it in memory."""
     tokens, targets = grammar.batch(setting.batch, setting.seq, step)
     world, rank = dist.get_world_size(), dist.get_rank()
     return tokens.chunk(world)[rank].clone(), targets.chunk(world)[rank].clone()
 
 
 def plain(setting: Setting) -> Plain:
-    """Train for a few steps as everybody does, on this rank's share of the batches, for itself alone."""
+    """Trains a few steps with plain PyTorch, on this rank's share of the batches, without communication."""
     grammar = setting.grammar()
     batches = [share(setting, grammar, step) for step in range(PLAIN_STEPS)]
     parameters = sum(parameter.numel() for parameter in setting.model().parameters())
@@ -160,7 +161,7 @@ def plain(setting: Setting) -> Plain:
         optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, betas=BETAS, fused=True)
         start = 0.0
         for number, (tokens, targets) in enumerate(batches):
-            if number == 1:  # the first one makes the states
+            if number == 1:  # the first step makes the optimizer states
                 start = time.perf_counter()
             model(tokens, targets).backward()
             optimizer.step()
@@ -178,8 +179,8 @@ def plain(setting: Setting) -> Plain:
 
 
 def train(setting: Setting, run: Run) -> None:
-    """Train within the budget, from the start or from the checkpoint; what was read of it is left in files, because the
-    process may be killed."""
+    """Trains within the budget, from the start or from the checkpoint. It writes its measurements to files, because the process
+    may be killed."""
     world, rank = dist.get_world_size(), dist.get_rank()
     run.pid(rank).write_text(str(os.getpid()))
     grammar = setting.grammar()
@@ -216,13 +217,13 @@ def train(setting: Setting, run: Run) -> None:
 
 
 def _measured(engine: Engine, batch: Batch, seconds: float) -> tuple[torch.Tensor, Figures]:
-    """A step under the profiler, which sees no beginning of what is there before it: that is added."""
+    """A step under the profiler, plus the bytes allocated before it, which the profiler does not see."""
     bound = engine.bound()
     before = engine.ledger.total_nbytes + sum(tensor.nbytes for tensor in batch)
     peak = engine.ledger.peak_nbytes
     engine.ledger.reset_peak()
     losses: list[torch.Tensor] = []
-    engine._run.wait()  # what an update beside the step frees began before the profiler
+    engine._run.wait()  # an update overlapped with the step frees storages that were allocated before the profiler started
     gc.collect()
     most = profiled_peak(lambda: losses.append(engine.step(*batch)))
     figures = Figures(

@@ -1,4 +1,4 @@
-"""The table of a plan's choices: the weights of every layer. Layers in a row that chose alike are one entry."""
+"""The table of a plan's choices: the weights of every layer. Consecutive layers with the same choices are one entry."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ INDENT = "  "
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Layers in a row that chose alike: the paths of the first and the last, how many, the weights by their names in a layer, and
-    how many of a layer's operators keep, recompute or offload what they save."""
+    """Consecutive layers with the same choices: the paths of the first and the last, their number, the weights by their names in
+    a layer, and how many of a layer's operators keep, recompute or offload their activations."""
 
     first: str
     last: str
@@ -79,7 +79,7 @@ def show_choices(console: Console, plan: Plan) -> None:
 
 
 def choice_lines(runs: Sequence[Run], width: int) -> list[str]:
-    """Under the name of each run its weights, in columns that are the same for all runs."""
+    """Under the name of each run its weights, in the same columns for all runs."""
     rows = [row for run in runs for row in run.rows]
     if not rows:
         return ["The plan has no weights."]

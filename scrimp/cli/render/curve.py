@@ -1,4 +1,4 @@
-"""A curve in characters, with a floor that it should come down to."""
+"""Draws a curve in characters, above its lower bound."""
 
 from __future__ import annotations
 

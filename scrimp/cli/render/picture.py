@@ -1,8 +1,8 @@
-"""Layouts as text: which rank holds what, before a program and after each of its steps.
+"""Draws layouts as text: which rank holds what, before a program and after each of its steps.
 
-All grids of a program have the same outer size, since each of them is the same array: where a cell stands is which part
-it is (in proportion, as far as there is room). Dim 0 runs down and dim 1 to the right (the only dim of a vector to the
-right). A cell names its holders:
+All grids of a program have the same outer size, since each shows the same array: the position of a cell is the part of the array
+(to scale, as far as there is room). Dim 0 runs down and dim 1 to the right (the only dim of a vector to the right). A cell names
+its holders:
 
     0 1      ranks 0 and 1 hold the same values        0-3      ranks 0 to 3 do
     0+1      they hold summands of a partial sum       0|1      they hold different parts along dim 2
@@ -27,7 +27,7 @@ GAP = "   "
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A moment of the program: the layout, and the part of the array on each rank."""
+    """The state between two steps: the layout, and the part of the array on each rank."""
 
     title: str
     layout: Layout
@@ -36,7 +36,7 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """The labels of a grid, row by row, and the part of the array that each row and column is."""
+    """The labels of a grid, row by row, and the part of the array behind each row and column."""
 
     labels: tuple[tuple[str, ...], ...]
     down: tuple[tuple[int, int], ...]
@@ -49,12 +49,12 @@ class Cells:
 
 
 def frames(program: Program) -> list[Frame]:
-    """The source, then what stands after every step."""
+    """The source, then the state after every step."""
     mesh, shape = program.mesh, program.shape
     found = [(program.src, "source", shape)]
     found += [(step.after, f"after step {number}", program.padded) for number, step in enumerate(program.steps, start=1)]
     if program.steps:
-        found[-1] = (found[-1][0], found[-1][1], shape)  # the target has its own tiles, whatever lay between
+        found[-1] = (found[-1][0], found[-1][1], shape)  # the target has its own tiles, whatever the padding between
     return [
         Frame(
             title=title,
@@ -66,11 +66,11 @@ def frames(program: Program) -> list[Frame]:
 
 
 def picture(program: Program, width: int = 100) -> str:
-    """The frames beside each other as far as they fit in `width` columns, with a legend."""
-    moments, mesh = frames(program), program.mesh
-    drawn = _grids(moments, mesh, width) if mesh.size <= GRID_DEVICES and len(program.shape) <= GRID_DIMS else None
-    blocks = drawn or [_listed(frame, mesh) for frame in moments]
-    return "\n".join([*_beside(blocks, width), "", *_legend(program, moments, grid=drawn is not None)])
+    """The frames side by side as far as they fit in `width` columns, with a legend."""
+    shown, mesh = frames(program), program.mesh
+    drawn = _grids(shown, mesh, width) if mesh.size <= GRID_DEVICES and len(program.shape) <= GRID_DIMS else None
+    blocks = drawn or [_listed(frame, mesh) for frame in shown]
+    return "\n".join([*_beside(blocks, width), "", *_legend(program, shown, grid=drawn is not None)])
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -94,7 +94,7 @@ def nbytes_text(nbytes: float) -> str:
 
 
 def draw(labels: Sequence[Sequence[str]], columns: Sequence[int], rows: Sequence[int]) -> list[str]:
-    """A grid of labelled cells, whose borders stand at the given columns and rows."""
+    """A grid of labelled cells, with borders at the given columns and rows."""
     spans = [right - left - 1 for left, right in pairwise(columns)]
 
     def border(left: str, middle: str, right: str) -> str:
@@ -111,7 +111,7 @@ def draw(labels: Sequence[Sequence[str]], columns: Sequence[int], rows: Sequence
 
 
 def borders(sides: Sequence[tuple[int, int]], length: int, least: int) -> list[int]:
-    """Where to draw the borders of tiles on a line: in proportion, or evenly where a tile would be too short."""
+    """The positions of tile borders on a line: to scale, or even where a tile would be too short."""
     whole = sides[-1][1]
     found = [length * start // whole for start, _ in sides] + [length]
     if all(right - left >= least for left, right in pairwise(found)):
@@ -149,15 +149,15 @@ def _sum_text(group: Sequence[int]) -> str:
     return f"{group[0]}+..+{group[-1]}" if in_a_row else "+".join(map(str, group))
 
 
-def _grids(moments: Sequence[Frame], mesh: Mesh, width: int) -> list[list[str]] | None:
+def _grids(shown: Sequence[Frame], mesh: Mesh, width: int) -> list[list[str]] | None:
     """One block of lines for each frame; None where a grid would not fit."""
-    found = [cells(frame, mesh) for frame in moments]
+    found = [cells(frame, mesh) for frame in shown]
     across = max(len(grid.right) * grid.column for grid in found)
     tall = max(2 * len(grid.down) for grid in found)
     if across + 1 > width:
         return None
     blocks = []
-    for frame, grid in zip(moments, found, strict=True):
+    for frame, grid in zip(shown, found, strict=True):
         lines = draw(grid.labels, borders(grid.right, across, grid.column), borders(grid.down, tall, 2))
         idle = [rank for rank, box in enumerate(frame.boxes) if not box_numel(box)]
         note = [f"nothing on {ranks_text(idle)}"] if idle and len(idle) < mesh.size else []
@@ -194,13 +194,13 @@ def _join(row: Sequence[Sequence[str]]) -> list[str]:
     return [GAP.join(parts).rstrip() for parts in zip(*filled, strict=True)]
 
 
-def _legend(program: Program, moments: Sequence[Frame], *, grid: bool) -> list[str]:
+def _legend(program: Program, shown: Sequence[Frame], *, grid: bool) -> list[str]:
     if not grid:
         return ["rank: the part it holds, start:stop for each dim"]
     lines = ["a cell names the ranks that hold it; dim 0 runs down, dim 1 to the right"]
     if len(program.shape) < 2:
         lines = ["a cell names the ranks that hold it"]
-    if any(frame.layout.partial for frame in moments):
+    if any(frame.layout.partial for frame in shown):
         lines.append("0+1: ranks 0 and 1 hold summands of it")
     if len(program.shape) > 2:
         lines.append("dim 2 is not drawn: 0|1 hold different parts along it")

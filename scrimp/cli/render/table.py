@@ -1,8 +1,8 @@
-"""Tables that fit: no name and no figure is cut or folded, whatever the width.
+"""Tables that fit any width without cutting or folding a name or a number.
 
-A row is one line while it fits. A first cell that is too long for its column stands on a line of its own, with the others below
-it. Where even the others are too long, each is named and they follow each other on as many lines as it takes. The last column
-may be words: these go on in lines below, broken between words or pieces, never inside a figure and its unit.
+A row is one line while it fits. A first cell that is too long for its column gets a line of its own, with the others below it.
+Where even the others are too long, each is labelled and they follow each other on as many lines as needed. The last column may be
+text: it continues on lines below, broken between words or pieces, never between a number and its unit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-NARROW = 12  # columns that words need at least to go on beside the other cells
+NARROW = 12  # columns that text needs at least to continue next to the other cells
 INDENT = "    "
 _HEAD = re.compile(r"\s*(?:\S+(?: \S+)?\s{2,}|)")  # up to a second column
 _FIGURE = re.compile(r"(?:[-+\d][\d.,]*%? )?\S+")  # a word, or a figure with its unit
@@ -28,23 +28,23 @@ def print_table(
     right: Collection[str] = (),
     pieces: str | None = None,
 ) -> None:
-    """`right`: headers of columns that stand at the right. `pieces`: the last column is words, to be broken after this text
-    (between words, if it is empty)."""
+    """`right`: headers of right-aligned columns. `pieces`: the last column is text, to be broken after this separator (between
+    words, if it is empty)."""
     lines = table_lines(headers, rows, console.width, right=right, pieces=pieces)
     for k, line in enumerate(lines):
         console.print(line, soft_wrap=True, style="bold" if k == 0 and any(headers) else None)
 
 
 def print_words(console: Console, text: str) -> None:
-    """Lines that a terminal would break anywhere are broken between words, and go on below where the words began. What does not
-    go to a terminal is for programs to read, and has its lines as they are."""
+    """Breaks long lines between words, with a hanging indent, if the output is a terminal. Other output is for programs to read,
+    and keeps its lines."""
     for line in text.splitlines():
         for each in hanging(line, console.width) if console.is_terminal else [line]:
             console.print(each, soft_wrap=True)
 
 
 def hanging(line: str, width: int) -> list[str]:
-    """A line in parts; those after the first begin below its second column, or below its first word."""
+    """Splits a line; continuation lines are indented to its second column, or to its first word."""
     if len(line) <= width:
         return [line]
     head = _HEAD.match(line)
@@ -102,7 +102,7 @@ def _block(
 
 
 def wrapped(text: str, width: int, sep: str = "") -> list[str]:
-    """Lines of a text. What is written on lines of its own stays so."""
+    """Lines of a text. Its own line breaks stay."""
     lines: list[str] = []
     for part in text.splitlines():
         line = ""
@@ -124,7 +124,7 @@ def _pieces(text: str, sep: str) -> list[str]:
 
 
 def _named(headers: Sequence[str], row: Sequence[str], width: int, pieces: str | None) -> list[str]:
-    """The first cell, and below it what the others are."""
+    """The first cell, and below it the others with their headers."""
     lines, line = [row[0]], ""
     for name, cell in zip(headers[1:], row[1:], strict=True):
         if not cell:

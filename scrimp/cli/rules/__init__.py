@@ -1,1 +1,1 @@
-"""`scrimp rules`."""
+"""`scrimp rules`: lists, checks and discovers sharding rules."""

@@ -1,4 +1,4 @@
-"""The commands of `scrimp rules`: their options and help. What they do is in `show.py`, which loads torch."""
+"""The commands of `scrimp rules`: their options and help. `show.py`, which loads torch, does the work."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def discover(op: Operator, shapes: Shapes = None, settings: Settings = None, loa
 
 
 def _read(shapes: str | None, settings: list[str] | None, load: list[str] | None) -> None:
-    """Says what is wrong before torch is loaded."""
+    """Checks the arguments before torch is loaded."""
     from scrimp.cli._end import typed
     from scrimp.cli.rules.read import check_modules, literals_of, shapes_of
 

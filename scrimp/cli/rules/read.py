@@ -1,4 +1,4 @@
-"""The shapes and settings of `scrimp rules`, read before torch is loaded."""
+"""Parses the shapes and settings of `scrimp rules` before torch is loaded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SHAPE = re.compile(r"(scalar|[0-9]{1,18}(?:x[0-9]{1,18})*)(?::([a-z0-9_]+))?")
 
 
 def shapes_of(text: str | None) -> list[tuple[tuple[int, ...], str]]:
-    """Sizes and dtypes of tensors; no dtype where none is given."""
+    """Shapes and dtypes of tensors; the dtype is empty where none is given."""
     found = []
     for part in text.split(",") if text else []:
         match = _SHAPE.fullmatch(part.strip())
         if match is None:
-            raise ScrimpError(f"--shapes {text}: '{part}' is no shape; write 4x6,6x8, with a dtype 4x3:int64, or scalar")
+            raise ScrimpError(f"--shapes {text}: '{part}' is not a shape; write 4x6,6x8, with a dtype 4x3:int64, or scalar")
         if match[2] is not None and match[2] not in ITEMSIZE:
             near = get_close_matches(match[2], ITEMSIZE, 3)
             hint = f"; did you mean {' or '.join(near)}?" if near else f"; there are {', '.join(ITEMSIZE)}"
@@ -44,7 +44,7 @@ def literals_of(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def check_modules(names: Sequence[str]) -> None:
-    """Those of --load must be there."""
+    """The modules of --load must be importable."""
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ScrimpError(f"--load {name}: give the name of a Python module, such as my_operators")

@@ -1,4 +1,4 @@
-"""What `scrimp rules` prints: the operators that have rules, a check of one, and a rule that was found with how sure it is."""
+"""`scrimp rules`: prints the operators with rules, the check of a rule, and a discovered rule with its evidence."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def show(console: Console) -> None:
     known = sorted(known_targets())
     console.print(Columns(known, padding=(0, 2)))
     console.print(
-        f"\n{len(known)} operators, and all that torch marks as pointwise. What has no rule is kept whole: "
+        f"\n{len(known)} operators, and all that torch marks as pointwise. Operators without a rule run unsharded: "
         "scrimp rules discover OP may find one.",
         soft_wrap=True,
     )
 
 
 def check(console: Console, name: str, shapes: str | None, settings: Sequence[str], load: Sequence[str]) -> bool:
-    """Whether all of it is right."""
+    """Whether all checks pass."""
     op, values = _asked(name, shapes, settings, load)
     rule = rule_of(op, values)
     if rule is None:
@@ -60,7 +60,7 @@ def check(console: Console, name: str, shapes: str | None, settings: Sequence[st
     console.print(_factors(rule), soft_wrap=True)
     try:
         proof = prove(op, values, rule)
-    except Exception as error:  # of as many kinds as there are operators: the whole does not run
+    except Exception as error:  # operators raise many kinds of errors: the unsharded call fails
         raise UsageError(f"{op.target} cannot be tried on random numbers: {str(error).partition(chr(10))[0]}") from error
     for fault in proof.faults:
         console.print(f"wrong: {fault}", style="red", soft_wrap=True)
@@ -69,7 +69,7 @@ def check(console: Console, name: str, shapes: str | None, settings: Sequence[st
 
 
 def find(console: Console, name: str, shapes: str | None, settings: Sequence[str], load: Sequence[str]) -> bool:
-    """Whether there is a rule."""
+    """Whether a rule was found."""
     op, values = _asked(name, shapes, settings, load)
     _can_be_tried(op, values)
     tried: list[tuple[Tie, str | None]] = []
@@ -78,10 +78,10 @@ def find(console: Console, name: str, shapes: str | None, settings: Sequence[str
     for tie, kind in tried:
         if kind is not None:
             console.print(f"  {_tied(op, values, tie)}: {_KINDS[kind]}", soft_wrap=True)
-    console.print(f"tried {len(tried)} ways to take dims of one size for one factor", soft_wrap=True)
+    console.print(f"tried {len(tried)} ways to equate dims of one size", soft_wrap=True)
     if line is None:
         console.print(
-            "no dim may be split: results that are put side by side or added up are not the whole's. Sizes that more "
+            "no dim may be split: neither concatenated nor summed parts equal the unsharded result. Sizes that more "
             "devices divide, or other literals, may do better (--shapes, --set)",
             soft_wrap=True,
         )
@@ -89,16 +89,16 @@ def find(console: Console, name: str, shapes: str | None, settings: Sequence[str
     for words in _how_sure((op, values), line):
         console.print(words, soft_wrap=True)
     if rule_of(op, values) is not None:
-        console.print("it has a rule already, which is the one that plans take", soft_wrap=True)
+        console.print("it has a rule already, which the planner uses", soft_wrap=True)
     console.print(f"\n{line}", soft_wrap=True)
     return True
 
 
-_KINDS = {"free": "may be split", "sum": "may be split, and leaves parts of a sum"}
+_KINDS = {"free": "may be split", "sum": "may be split, and leaves a partial sum"}
 
 
 def _how_sure(made: Example, line: str) -> list[str]:
-    """The rule as it would be read from the table, in every way, at the sizes it was found with and at larger ones."""
+    """Checks the parsed rule in every split, at the sizes it was found with and at larger ones."""
     ((_, text),) = ast.literal_eval("{" + line + "}").items()
     said = []
     larger = grown(made, _LARGER)
@@ -130,10 +130,10 @@ def _asked(name: str, shapes: str | None, settings: Sequence[str], load: Sequenc
             importlib.import_module(module)
         except ImportError as error:
             raise UsageError(f"--load {module}: {error}") from error
-        except Exception as error:  # a module may raise what it likes
+        except Exception as error:  # importing a module can raise anything
             raise UsageError(f"--load {module}: {type(error).__name__}: {error}") from error
         except SystemExit as error:
-            raise UsageError(f"--load {module}: it ends the process by sys.exit({error.code!r}) when imported") from error
+            raise UsageError(f"--load {module}: importing it calls sys.exit({error.code!r})") from error
         finally:
             sys.path.remove("")
     with typed():
@@ -141,7 +141,7 @@ def _asked(name: str, shapes: str | None, settings: Sequence[str], load: Sequenc
 
 
 def _can_be_tried(op: Op, values: dict[str, Value]) -> None:
-    """It must run on random numbers, and give the same again."""
+    """The operator must run on random numbers, and be deterministic."""
     trouble = refuses(op, values)
     if trouble is not None:
         raise UsageError(f"{op.target} cannot be tried on random numbers: {trouble}")

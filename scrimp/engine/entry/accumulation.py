@@ -1,6 +1,6 @@
-"""Gradient accumulation over several calls: `engine.backward(*micro_batch)`, again and again, then `engine.update()`.
+"""Gradient accumulation over several calls: `engine.backward(*micro_batch)`, repeatedly, then `engine.update()`.
 
-The gradients of a call are added to those before it, and wait at home. Nothing is updated before `update`.
+Each call adds its gradients to the accumulated ones, which stay on the tier of their layer. Nothing is updated before `update`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class Accumulating:
-    """A part of Engine."""
+    """Mixin of `Training`."""
 
     interrupts: Interrupts
     pending = 0  # calls of backward since the last update
     accumulating = False  # a call of backward runs
-    _lost = ""  # why gradients that were there are not any more
-    _traces: list[tuple[Planned, list[ScheduleStep] | None, dict[int, int]]]  # of each call: plan, moments, bytes of activations
+    _lost = ""  # why accumulated gradients were discarded
+    _traces: list[tuple[Planned, list[ScheduleStep] | None, dict[int, int]]]  # of each call: plan, steps, bytes of activations
 
     @property
     def _all(self) -> Training:
@@ -39,11 +39,8 @@ class Accumulating:
 
     @in_one_piece
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The gradients of one micro-batch, added to those since the last `engine.update()`; its loss, detached. As in a
-        plain loop with `(loss / micro_batches).backward()`: N calls and an update are one `step` of Engine(micro_batches=N) with
-        the N micro-batches as its batch. Up to `micro_batches` calls for one update; after fewer the sum is still divided by
-        `micro_batches`. A call that fails before its first gradient is as if it had not been made. One that fails later loses
-        the gradients of all calls since the last update, and no weight has changed."""
+        """Add the gradients of one micro-batch to those since the last `update`, and return its loss, detached. `Engine.backward`
+        documents it."""
         engine, before = self._all, self.pending
         self._check()
         called(engine, "backward")
@@ -56,7 +53,7 @@ class Accumulating:
         self.accumulating = engine.store.pending = True
         try:
             with explained(engine):
-                # Not the shape of a step's batch: a step has `micro_batches` parts one after the other.
+                # The key differs from that of a step's batch, because a step runs `micro_batches` parts in a row.
                 plan, loss = gradients(engine, (("backward", ()), *signature(args, kwargs)), args, kwargs)
         except BaseException as error:
             if before and not self.pending:
@@ -72,7 +69,7 @@ class Accumulating:
 
     @in_one_piece
     def update(self) -> None:
-        """Update with the gradients of all calls of `backward` since the last one: clipped and judged as in a step."""
+        """Update with the gradients of all calls of `backward` since the last update: checked and clipped as in a step."""
         called(self._all, "update")
         with explained(self._all):
             self._update()
@@ -95,7 +92,7 @@ class Accumulating:
         engine.host_seconds = engine.updating.waited()
 
     def discard(self) -> None:
-        """Without an update: what is pending is lost, and weights are again where gradients stood."""
+        """Drop the accumulated gradients without an update, and restore the weights that they overwrote."""
         engine = self._all
         self._lost = f"those of {self.pending} engine.backward calls were discarded" if self.pending else self._lost
         self.pending, engine.store.pending = 0, False
@@ -106,13 +103,13 @@ class Accumulating:
         engine = self._all
         if engine.store.sparse:
             raise RunError(
-                "engine.backward with Sparse is not possible: what a rank sends is chosen in the backward of the last "
-                "micro-batch, and nobody knows here which is the last; use Engine(micro_batches=N) and engine.step(*batch), "
-                "which splits the batch"
+                "engine.backward with Sparse is not possible: a rank selects what it sends in the backward of the last "
+                "micro-batch, and engine.backward does not know which is the last; use Engine(micro_batches=N) and "
+                "engine.step(*batch), which splits the batch"
             )
         if self.pending >= engine.micro_batches:
             place = (
-                "has no place to add gradients up"
+                "has no buffer to accumulate gradients in"
                 if engine.micro_batches == 1
                 else f"divides each loss by {engine.micro_batches}"
             )

@@ -1,4 +1,4 @@
-"""What is done with an engine between its steps: rates, evaluation, parameters by name, checkpoints."""
+"""Engine methods between steps: learning rates, evaluation, parameters by name, checkpoints. `Engine` documents them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Between:
-    """A part of Engine."""
+    """Mixin of `Training`."""
 
     interrupts: Interrupts
 
@@ -62,7 +62,7 @@ class Between:
         return full_parameters(self._whole, names)
 
     def bound(self) -> Bound:
-        """The least traffic and time of a step like the last one, beside what it took. The first call measures the machine."""
+        """The least traffic and time of a step like the last one, and what it took. The first call measures the machine."""
         return bound(self._whole)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -110,7 +110,7 @@ class Between:
             engine.discard()
         engine.closed = True
         engine.residents.abandon()
-        with suppress(RunError):  # what failed in the background was, or will be, raised by who asks for the state
+        with suppress(RunError):  # an error of a background thread is raised again by whoever reads the state
             engine.planning.placements_back(for_good=True)
             engine.wait()
         engine.exchanging.close()

@@ -1,8 +1,7 @@
-"""What an engine is after some steps, written and read: parameters by name, and checkpoints."""
+"""Reads and writes an engine's state: parameters by name, and checkpoints."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from scrimp._warnings import warn
 from scrimp.checkpoint import load, save
 from scrimp.chunks import Slot
 from scrimp.engine.setup.state_dict_names import persistent_buffers
@@ -20,7 +20,7 @@ from scrimp.errors import CheckpointError, RunError
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
 
-BUCKET = 1 << 20  # elements that ranks send each other in one collective when they read small parameters
+BUCKET = 1 << 20  # elements per collective when ranks gather small parameters
 
 
 def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -37,13 +37,13 @@ def iter_state(engine: Training) -> Iterator[tuple[str, torch.Tensor]]:
         named = named[count:]
     for name, buffer in persistent(engine.model).items():
         here = buffer.detach().cpu().clone()
-        # Rank 0's, as DDP has it: running statistics differ between a forward and the next. Flags cannot be summed.
+        # Rank 0's buffer, as in DDP: running statistics differ between ranks after a forward. Booleans cannot be summed.
         bits = here.view(torch.uint8) if here.dtype == torch.bool else here
         yield name, engine.wire.from_first(bits).view(here.dtype)
 
 
 def _together(sizes: list[int]) -> int:
-    """How many of the first parameters are read by one collective: as many as fit into a bucket, and at least one."""
+    """How many of the first parameters to read by one collective: as many as fit into a bucket, and at least one."""
     total = 0
     for count, size in enumerate(sizes):
         total += size
@@ -65,7 +65,7 @@ def full_values(engine: Training, places: list[tuple[int, Slot]]) -> list[torch.
     if len(places) == 1:
         return [full.view(places[0][1].shape)]
     parts = torch.split(full, [slot.numel for _, slot in places])
-    return [part.view(slot.shape).clone() for part, (_, slot) in zip(parts, places, strict=True)]  # who keeps one keeps no bucket
+    return [part.view(slot.shape).clone() for part, (_, slot) in zip(parts, places, strict=True)]  # not a view of the bucket
 
 
 def save_state(engine: Training, folder: str | Path) -> None:
@@ -92,7 +92,7 @@ def load_state(engine: Training, folder: str | Path) -> None:
     engine.check_open()
     try:
         engine.updating.check()
-    except RunError as error:  # so it stays, if there is nothing to load
+    except RunError as error:  # remembered in case the checkpoint cannot be loaded
         engine.broken = engine.broken or str(error)
     engine.updating.renew()
     engine.residents.abandon()
@@ -104,7 +104,7 @@ def load_state(engine: Training, folder: str | Path) -> None:
         manifest, random, buffers = load(
             folder, engine.store, optimizer=type(engine.store.optimizer).__name__, also=partial(engine.exchanging.load, engine)
         )
-    except CheckpointError:  # found before anything was written
+    except CheckpointError:  # raised before anything was written
         raise
     except BaseException as error:
         engine.broken = f"loading {folder} failed half-way ({error})"
@@ -113,10 +113,9 @@ def load_state(engine: Training, folder: str | Path) -> None:
     engine.steps, engine.skipped = manifest.steps, manifest.skipped
     engine.rules.forget()
     if manifest.groups and not engine.optimizer.load(manifest.groups):
-        warnings.warn(
+        warn(
             f"{folder} has {len(manifest.groups)} groups of parameters, the engine has {len(engine.optimizer.param_groups)}: "
-            "their learning rates and other settings are not taken from there; set engine.lr",
-            stacklevel=3,
+            "the engine does not load their learning rates and other settings; set engine.lr"
         )
     engine.loss_scale.value, engine.loss_scale.good = manifest.loss_scale
     engine.counts = {name: entry.count for name, entry in manifest.entries.items() if entry.count}

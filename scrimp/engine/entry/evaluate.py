@@ -1,4 +1,4 @@
-"""The model's forward, or any function that uses the model, without gradients: between steps, within the same budget."""
+"""`engine.evaluate`: runs the model's forward, or a function that uses the model, without gradients and within the budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluate(engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 reason = error.bare()
             engine.residents.abandon()
             engine.ledger.reset_peak()
-            engine.rollback.back()  # the function starts again, and may draw random numbers
+            engine.rollback.back()  # restore the random state too, because the function starts again
             if not engine.planning.placements_back():
                 raise least_of_evaluation(engine, reason, partial(_trial, engine, run))
 
@@ -60,7 +60,7 @@ def _trial(engine: Training, run: Callable[[], Any]) -> Peaks:
 
 
 def which(engine: Training, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function to run and its arguments: a first argument that can be called, or else the model."""
+    """The function to run and its arguments: the first argument if it is callable, else the model."""
     if args and callable(args[0]):
         return args[0], args[1:]
     return engine.model, args

@@ -1,6 +1,6 @@
-"""The model with all of its parameters, between steps: fp32 masters on the host, to read and to edit.
+"""`engine.full_parameters`: puts fp32 master weights into the model between steps, on the host, to read and to edit.
 
-On leaving, what was edited is found by comparing with the masters, so no second copy is needed, and written to master and
+On leaving, edits are found by comparison with the master weights, so no second copy is needed. They are written to master and
 weight. After an exception nothing is written.
 """
 
@@ -36,7 +36,8 @@ def full_parameters(engine: Training, patterns: tuple[str, ...]) -> Iterator[nn.
     host, room = engine.ledger.host, engine.store.host_room_nbytes
     if room is not None and host.total_nbytes + nbytes > room:
         raise FitError(
-            f"the fp32 parameters take {format_nbytes(nbytes)} on the host beside the {format_nbytes(host.total_nbytes)} there, "
+            f"the fp32 parameters take {format_nbytes(nbytes)} on the host in addition to the "
+            f"{format_nbytes(host.total_nbytes)} there, "
             f"and this rank's share of the host budget is {format_nbytes(room)}. Name fewer: engine.full_parameters('head.*'), "
             "stream them with engine.iter_state(), or use a larger Memory(host=...)"
         )
@@ -66,7 +67,7 @@ def _chosen(engine: Training, patterns: tuple[str, ...]) -> Chosen:
 
 
 def _check_alike(engine: Training, chosen: Chosen, full: dict[int, nn.Parameter]) -> None:
-    """Every rank must have made the same edits."""
+    """Raises unless all ranks made the same edits."""
     if engine.wire.world == 1:
         return
     sums = torch.tensor([zlib.crc32(full[key].detach().contiguous().numpy().data) for key in chosen], dtype=torch.int64)
@@ -96,7 +97,7 @@ def _write_back(engine: Training, chosen: Chosen, full: dict[int, nn.Parameter])
             with engine.store.opened(layer, write=True):
                 for slot, values in edited:
                     engine.store.adopt(layer, slot, values)
-            engine.store.drop(layer)  # a copy on the device has the old values
+            engine.store.drop(layer)  # a copy on the device would have the old values
 
 
 def _same(values: torch.Tensor, there: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""The least budget of a batch that did not fit: its step runs once more with nothing enforced, nothing is updated, and the
-peaks are read. That takes more than the budget for as long as a step, and never more than the machine has left.
+"""Finds the least budget for a batch that did not fit: runs its step once more without a limit, reads the peaks, updates nothing.
 
-On the CPU the meter's peak is the very number that it enforces. On CUDA the allocator needs somewhat more than the peak of what
-is allocated, so that a few budgets above it are tried.
+This exceeds the budget for the duration of a step, but never what the machine has free. On the CPU the meter's peak is exactly
+the number that it enforces. On CUDA the allocator needs somewhat more than the peak of allocated bytes, so a few larger budgets
+are tried.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from scrimp.engine._training import Training
     from scrimp.engine.schedule.planning import Planned
 
-SHARE = 0.8  # of what the machine has left
-GAPS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # more than what is allocated, for the gaps between the allocator's blocks
+SHARE = 0.8  # of the machine's free memory
+GAPS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # tried on top of the allocated bytes, for fragmentation of the allocator
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The most on the device, and the most of activations that were offloaded to the host."""
+    """Peak bytes on the device, and peak bytes of activations offloaded to the host."""
 
     device_nbytes: int
     offloaded_nbytes: int = 0
 
 
-Trial = Callable[[], Peaks]  # runs what did not fit and undoes it; a FitError where even that does not fit
+Trial = Callable[[], Peaks]  # runs what did not fit and undoes it; raises FitError if it does not fit without a limit either
 
 
 def least_of_step(engine: Training, reason: FitError, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FitError:
-    """The error, with the least budget that works where it can be found."""
+    """The error, extended by the least budget that works if one is found."""
     trial = partial(_trial, engine, plan, args, kwargs)
     if engine.store.sparse and any(placement.tier == DEVICE for placement in engine.store.placements):
-        return reason  # gradients would be used up as they come: such a step cannot be undone
+        return reason  # gradients are consumed on arrival there, so such a step cannot be undone
     offloads = OFFLOAD in engine.planning.ways and bool(engine.recompute.recomputable)
     found: dict[bool, Peaks | None] = {}
     for offloaded in (False, True) if offloads else (False,):
@@ -80,7 +80,7 @@ def least_of_step(engine: Training, reason: FitError, plan: Planned, args: tuple
 
 
 def _trial(engine: Training, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peaks:
-    """What a step takes up to its update; then everything is as it was."""
+    """Peaks of a step up to its update; then everything is restored."""
     host, before = engine.ledger.host, engine.ledger.host.peak
     host.reset_peak()
     engine.rollback.begin(tracing=True)
@@ -111,7 +111,7 @@ def least_of_evaluation(engine: Training, reason: FitError, trial: Trial) -> Fit
 
 
 def _least_host(engine: Training, peaks: Peaks) -> int:
-    """With the homes on the device that are there now: the peak was measured beside them."""
+    """With the layers that are now placed on the device, since the peak was measured with them there."""
     on_device = sum(placement.tier == DEVICE for placement in engine.store.placements)
     return engine.fit.least_host_nbytes(peaks.offloaded_nbytes, on_device=on_device)
 
@@ -120,7 +120,7 @@ def _told(engine: Training, reason: FitError, least: int, trial: Trial, what: st
     about = ""
     if engine.device.type == "cuda":
         about, least = "about ", _enough(engine, least, trial)
-    if least <= engine.budget.device_nbytes:  # it should have worked: then this is not what is missing
+    if least <= engine.budget.device_nbytes:  # the budget should have sufficed, so something else is missing
         return reason
     words = f"The least that works for this {what} is {about}Memory(device='{format_least(least)}'){more}"
     return FitError(f"{reason}. {words}", least_nbytes=least, tier="device")
@@ -132,7 +132,7 @@ def _too_much(engine: Training, reason: FitError) -> FitError:
 
 
 def _enough(engine: Training, peak_nbytes: int, trial: Trial) -> int:
-    """On CUDA: the least of some budgets under which the trial runs."""
+    """On CUDA: the smallest of a few budgets under which the trial runs."""
     tries = [int(peak_nbytes * (1 + gaps)) for gaps in GAPS]
     for budget in (budget for budget in tries[:-1] if budget > engine.budget.device_nbytes):
         if _measured(engine, trial, budget) is not None:
@@ -141,7 +141,7 @@ def _enough(engine: Training, peak_nbytes: int, trial: Trial) -> int:
 
 
 def _measured(engine: Training, trial: Trial, limit_nbytes: int | None = None) -> Peaks | None:
-    """The peaks of a trial, the most over the ranks that run it together; None where one of them did not get through."""
+    """The peaks of a trial, maximum over the ranks that run it together; None if it failed on one of them."""
     engine.store.wait()
     limit = _limit(engine) if limit_nbytes is None else limit_nbytes
     row, recompute = [0, 0, 1], engine.recompute
@@ -163,7 +163,7 @@ def _measured(engine: Training, trial: Trial, limit_nbytes: int | None = None) -
 
 
 def _limit(engine: Training) -> int:
-    """What the device could hold, with what the machine has left."""
+    """The largest device budget that the machine's free memory allows."""
     if engine.device.type == "cuda":
         free = torch.cuda.mem_get_info(engine.device)[0] + torch.cuda.memory_reserved(engine.device)
         return int(SHARE * free)
@@ -172,7 +172,7 @@ def _limit(engine: Training) -> int:
 
 @contextmanager
 def _any_host(engine: Training) -> Iterator[None]:
-    """Offloaded activations may take what the machine has left."""
+    """Inside, offloaded activations may use the machine's free memory."""
     before = engine.store.host_room_nbytes
     left = int(SHARE * available_host_nbytes()) // engine.fit.ranks_here
     engine.store.host_room_nbytes = engine.store.host_nbytes() + engine.store.spill.need_nbytes + left

@@ -1,4 +1,4 @@
-"""`engine.optimizer`: what torch's learning rate schedulers take for an optimizer.
+"""`engine.optimizer`: an object that torch's learning-rate schedulers accept as an optimizer.
 
 Its `param_groups` are the settings of the engine's updates, read when a step begins. It updates nothing itself: `engine.step`
 does, and then calls its `step`, by which schedulers count.
@@ -16,7 +16,7 @@ from torch import nn
 from scrimp.chunks import Optimizer, check_optimizer
 from scrimp.errors import RunError
 
-FIXED = {"nesterov", "dampening", "state"}  # the engine's layout or its exchange is made for them
+FIXED = {"nesterov", "dampening", "state"}  # memory layout and exchange depend on them
 A_FUNCTION = (
     "this group's lr is a function of the step, which sets it anew in every step: give a number, AdamW(lr=3e-4), to use a "
     "scheduler or to set engine.lr"
@@ -24,7 +24,7 @@ A_FUNCTION = (
 
 
 class _Group(dict[str, Any]):
-    """A group whose `lr` is a function does not let anybody set it."""
+    """A group whose `lr` is a function rejects assignments to it."""
 
     fixed = False
 
@@ -44,7 +44,7 @@ class _Group(dict[str, Any]):
 
 
 class Handle(torch.optim.Optimizer):
-    """`settings` are those that Engine was given. `step` and `zero_grad` are the engine's."""
+    """`settings` are those given to Engine. `step` and `zero_grad` belong to the engine, so calling them raises."""
 
     def __init__(self, settings: Optimizer, groups: Sequence[tuple[Optimizer, Sequence[nn.Parameter]]]) -> None:
         self.settings = settings
@@ -75,13 +75,13 @@ class Handle(torch.optim.Optimizer):
         return self.counts()[2]
 
     def told(self, step: int) -> None:
-        """Groups whose lr is a function show what it is in this step."""
+        """Show the current value of `lr` in groups where it is a function."""
         for group, first in zip(self.param_groups, self._first, strict=True):
             if callable(first.lr):
                 dict.__setitem__(group, "lr", float(first.lr(step)))
 
     def now(self, step: int) -> tuple[Optimizer, ...]:
-        """The settings of a step that begins, checked."""
+        """The checked settings of the step that begins."""
         self.told(step)
         found = []
         for number, (group, first) in enumerate(zip(self.param_groups, self._first, strict=True)):
@@ -122,24 +122,24 @@ class Handle(torch.optim.Optimizer):
         return cast("list[_Group]", self.param_groups)
 
     def counted(self) -> None:
-        """The engine has made a step: schedulers, which replace `step` by their own, are told so."""
+        """Tell schedulers, which wrap `step`, that the engine has made a step."""
         self._counting = True
         try:
             self.step()
         finally:
             self._counting = False
 
-    # What a checkpoint has.
+    # Checkpoints.
 
     def saved(self) -> list[dict[str, Any]]:
-        """Numbers of every group; of a function no lr."""
+        """The numbers of every group, without an lr that is a function."""
         return [
             {key: value for key, value in group.items() if _is_number(value) and not (group.fixed and key == "lr")}
             for group in self._rows
         ]
 
     def load(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """As `load_state_dict` of torch's optimizers: what was saved counts. False: those are other groups."""
+        """Restore saved settings, as `load_state_dict` of torch's optimizers does. False if the groups differ in number."""
         if len(groups) != len(self.param_groups):
             return False
         for group, saved in zip(self._rows, groups, strict=True):
@@ -149,7 +149,7 @@ class Handle(torch.optim.Optimizer):
                     group[key] = tuple(value) if isinstance(value, list) else value
         return True
 
-    # What is the engine's.
+    # Methods that belong to the engine.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not self._open:
@@ -172,7 +172,7 @@ class Handle(torch.optim.Optimizer):
         raise RunError("engine.optimizer.load_state_dict(...): the engine has the states; use engine.load(folder)")
 
     def register_step_pre_hook(self, hook: Any) -> NoReturn:
-        raise RunError("hooks of engine.optimizer are not called: layers are updated one by one, beside the next step")
+        raise RunError("hooks of engine.optimizer are not called: layers are updated one by one, overlapped with the next step")
 
     register_step_post_hook = register_step_pre_hook
 

@@ -5,7 +5,7 @@ group's key-value store, which waits for nobody. Then:
 
 - `step` and `backward` go on at once. Where ranks compare the shapes of their batches anyway, number and name travel along.
   If communication fails, the store says which call every other rank was in.
-- Every other call waits until all ranks have made the same call. Rank 0 looks at all others, and they look at rank 0.
+- Every other call waits until all ranks have made the same call. Rank 0 reads the records of all others, and they read rank 0's.
 
 A rank that waits starts no collective, so it cannot disturb a rank that steps.
 """
@@ -42,8 +42,8 @@ ADVICE = "every rank must make the same calls in the same order"
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one rank has told the others: its last calls by number; from rank 0 also the last call that all ranks agreed on, and
-    why they did not agree."""
+    """What one rank publishes: its last calls by number; from rank 0 also the last call that all ranks agreed on, and why they
+    did not agree."""
 
     calls: dict[int, str] = field(default_factory=dict)
     agreed: int = 0
@@ -64,7 +64,7 @@ class Record:
 
 
 class Calls:
-    """The calls of this rank, and a look at those of the others."""
+    """Numbers and publishes this rank's calls, and compares them with those of the other ranks."""
 
     def __init__(self, wire: Wire, check: Callable[[], None] = lambda: None) -> None:
         """`check()` is called where waiting may be interrupted."""
@@ -162,14 +162,14 @@ class Calls:
 
 
 def _own() -> torch.Generator:
-    """Not the user's random numbers."""
+    """A generator of its own, so that the user's random state is untouched."""
     generator = torch.Generator()
     generator.seed()
     return generator
 
 
 def called(engine: Training, name: str) -> None:
-    """At the start of a public call that all ranks make together."""
+    """Registers the start of a public call that all ranks make together."""
     if engine.residents.active:
         inside = engine.calls.name
         raise RunError(f"engine.{name} was called inside engine.{inside}: by the model, its hooks, or the function that it runs")
@@ -182,7 +182,7 @@ def called(engine: Training, name: str) -> None:
 
 @contextmanager
 def explained(engine: Training) -> Iterator[None]:
-    """Around what communicates: if it fails, and another rank is in another call, the error names both."""
+    """Wraps communication: if it fails while another rank is in another call, the error names both calls."""
     try:
         yield
     except (ScrimpError, RuntimeError) as error:
@@ -198,14 +198,14 @@ def explained(engine: Training) -> Iterator[None]:
 
 
 def _is_of_a_move(error: BaseException | None) -> bool:
-    """Whether communication failed, or something that follows from that."""
+    """Whether the error comes from failed communication."""
     while error is not None and not isinstance(error, MoveError):
         error = error.__cause__
     return error is not None
 
 
 def same_calls(rows: torch.Tensor) -> None:
-    """Of every rank `Calls.row`, after they were exchanged; raise if they are not the same."""
+    """Compares the `Calls.row` of every rank, after they were exchanged; raises if they differ."""
     if bool((rows == rows[0]).all()):
         return
     rank = int((rows != rows[0]).any(1).nonzero()[0, 0])
@@ -214,7 +214,7 @@ def same_calls(rows: torch.Tensor) -> None:
 
 
 def same_settings(digests: torch.Tensor) -> None:
-    """Of every rank a digest of its optimizer's settings in this step; raise if they are not the same."""
+    """Compares a digest of every rank's optimizer settings in this step; raises if they differ."""
     if not bool((digests == digests[0]).all()):
         rank = int((digests != digests[0]).nonzero()[0, 0])
         raise RunError(

@@ -1,4 +1,4 @@
-"""What came from all ranks, into masters and weights: by the host's worker, or by whoever asks for a layer on the device next."""
+"""Applies received gradient packets to the master weights, on the host worker or lazily when the layer is next fetched."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """`raw`: what came is of gradients, so that the optimizer is still to come."""
+    """Applies what all ranks sent to master weights and weights. `raw`: ranks sent gradients, so the optimizer runs here."""
 
     def __init__(self, store: Store, rules: Rules, *, raw: bool) -> None:
         self.store, self.rules, self._raw = store, rules, raw
 
     def norm(self, came: BucketedExchange, shares: Iterable[Share], step: int) -> float:
-        """Of all that came, as gradients: what was kept back has its learning rate with it."""
+        """Global gradient norm of all received packets. Residuals contain the learning rate, so it is divided out."""
         total = torch.zeros((), dtype=torch.float64)
         for share in shares:
             rows, bucket, part = came.rows(share.name)
@@ -33,20 +33,20 @@ class Arrivals:
             for _, mean in mean_pieces(rows, bucket, part) if lr else ():
                 norm = torch.linalg.vector_norm(mean, dtype=torch.float64).cpu() / lr
                 total += norm * norm
-        return float(self.store.wire.sum(total.view(1)).sqrt())  # of those who share homes
+        return float(self.store.wire.sum(total.view(1)).sqrt())  # over the ranks that shard model data
 
     def apply(self, engine: Training, came: BucketedExchange, layer: int, shares: list[Share], scale: float) -> None:
-        """As soon as a layer's packets are there, or when it is asked for; `scale` is what clipping leaves."""
+        """Apply a layer's packets once all have arrived, or when the layer is fetched; `scale` is the clipping factor."""
         store, step, counts = self.store, engine.steps, engine.counts
         on_device = store.placements[layer].tier == DEVICE
         updater = engine.updating.updater(on_device=on_device)
-        stood = not (on_device and store.consumed)  # a gradient stands where the weight stood
+        stood = not (on_device and store.consumed)  # the gradient overwrote the weight, in the same buffer
 
         def job() -> None:
             data = store.direct(layer)
             whole = {share.name for share in shares if self._raw or came.part(share.name).whole}
             there = {share.slot.name for share in shares if share.name in whole and came.present_anywhere(share.name)}
-            ahead = {share.slot.name for share in shares if share.name not in whole}  # counted when they were sent
+            ahead = {share.slot.name for share in shares if share.name not in whole}  # their count was raised when sent
             for name in sorted(there - ahead):
                 counts[name] = counts.get(name, 0) + 1
             for share in shares:
@@ -55,20 +55,20 @@ class Arrivals:
                     self._subtract(came, step, share, piece, scale, own_master=data.own_master, stood=stood)
                 elif share.slot.name in there:
                     self._update(came, updater, counts[share.slot.name], step, share, piece, scale, own_master=data.own_master)
-                elif stood and not data.own_master:  # no rank has found anything
+                elif stood and not data.own_master:  # no rank has a gradient, so restore the weight
                     piece.weight.copy_(piece.master)
             if on_device:
                 store.settled(layer)
 
         if on_device:
-            store.at_rest(layer)  # what came in a step before, if nobody has asked for the layer since
+            store.at_rest(layer)  # apply packets of an earlier step first, if the layer was not fetched since
             room = partial(engine.meter.aside, nbytes=max(self._nbytes(came, share) for share in shares))
             store.gates[layer] = Pending(came.gate(layer), job, room)  # type: ignore[assignment]
         else:
             store.gates[layer] = engine.updating.worker.submit(layer, job, [came.gate(layer)])
 
     def _nbytes(self, came: BucketedExchange, share: Share) -> int:
-        """What applying takes at most: places and values of entries, and a piece of their mean with its update's."""
+        """Peak bytes of applying a share: positions and values of its entries, and a piece of their mean with its update."""
         rows, _, part = came.rows(share.name)
         entries = 0 if part.how is None else part.how.entries
         if not part.whole and not self._raw:
@@ -87,7 +87,7 @@ class Arrivals:
         *,
         own_master: bool,
     ) -> None:
-        """The optimizer's, with the mean as its gradient."""
+        """Run the optimizer with the mean over the ranks as gradient."""
         for span, mean in mean_pieces(*came.rows(share.name)):
             gradient = mean if scale == 1 else mean.mul_(scale)
             here = replace(piece, gradient=gradient) if span.stop - span.start == share.numel else _part(piece, span, gradient)
@@ -96,11 +96,11 @@ class Arrivals:
     def _subtract(
         self, came: BucketedExchange, step: int, share: Share, piece: Piece, scale: float, *, own_master: bool, stood: bool
     ) -> None:
-        """What ranks made of their own gradients. Where a gradient `stood`, all of the weight is written anew."""
+        """Subtract the mean of the ranks' own updates. If the gradient `stood` in the weight's buffer, rewrite all of it."""
         optimizer = self.rules.of(share.slot.name, step)
         decay = float(rate(optimizer, step)) * optimizer.weight_decay if isinstance(optimizer, AdamW) else 0.0
-        if decay and came.present_anywhere(share.name):  # as torch leaves alone what has no gradient
-            piece.master.mul_(1 - decay)  # the same on all ranks, so it need not travel
+        if decay and came.present_anywhere(share.name):  # torch does not decay a parameter without gradient either
+            piece.master.mul_(1 - decay)  # the same on all ranks, so it need not be sent
         rows, bucket, part = came.rows(share.name)
         anew = bool(decay) or stood
         subtract_mean(piece.master, rows, bucket, part, scale, None if own_master or anew else piece.weight)
@@ -119,10 +119,10 @@ def _part(piece: Piece, span: slice, gradient: torch.Tensor) -> Piece:
 
 
 class Pending:
-    """A gate for what is done by whoever asks for it: what came is applied in the order of the device's own work. `make_room` is
-    asked first, and may refuse: then nothing has happened yet, and it can be asked again."""
+    """A gate that runs its update lazily, in whoever waits for it, so that the update is ordered with the device's own work.
+    `make_room` runs first and may raise: then nothing has changed yet, and the caller may wait again."""
 
-    open = False  # until it was waited for, and then nobody has it any more
+    open = False  # waiting for it runs the update and removes the gate
 
     def __init__(self, gate: Gate, apply: Callable[[], None], make_room: Callable[[Callable[[], None]], None]) -> None:
         self._gate, self._apply, self._make_room = gate, apply, make_room

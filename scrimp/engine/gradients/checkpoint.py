@@ -1,20 +1,20 @@
-"""What a sparse exchange keeps from step to step, in checkpoints: residuals and moments of every rank, by parameter.
+"""State of a sparse exchange in checkpoints: residuals and optimizer states of every rank, by parameter.
 
     exchange.residual.KEY.NAME      of each rank, in its file
-    exchange.state-K.NAME           moments of each rank but the first, whose are the checkpoint's own
+    exchange.state-K.NAME           optimizer states of each rank but the first, whose states are in the checkpoint proper
 
-A residual is a share of an update that is the mean over the ranks. So with other ranks than before each counts by how their
-numbers compare, and those of ranks that are gone are shared out: all that waits is then what waited.
+A residual is one rank's share of an update that is averaged over the ranks. So when the number of ranks changes, each residual is
+scaled by new ranks / old ranks, and those of missing ranks are divided among all: the sum of pending updates stays the same.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from scrimp._warnings import warn
 from scrimp.checkpoint import Named
 from scrimp.exchange import RESIDUAL_KINDS, Residual, residual_of, residual_tensors
 
@@ -26,7 +26,7 @@ PREFIX = "exchange."
 
 
 def tensors(exchange: SparseExchange, rank: int) -> Iterator[Named]:
-    """What this rank writes, of those that it meets in exchanges; homes are at rest."""
+    """Tensors that this rank writes; `rank` is its index among the ranks it exchanges with. No update may be running."""
     for layer, share in exchange.with_residual():
         rest = exchange.residuals.of(share.name)
         for key, tensor in rest.tensors.items():
@@ -42,31 +42,25 @@ def is_sparse(files: list[Any]) -> bool:
 
 
 def load(exchange: SparseExchange, files: list[Any], rank: int, world: int) -> None:
-    """The store has been filled, with the first rank's moments. `files`: of those that have what this rank has."""
+    """Fill residuals and states; the store already has the first rank's moments. `files`: of the ranks with the same shards."""
     wanted = {f"{PREFIX}residual.{key}.{share.name}" for _, share in exchange.with_residual() for key in ("codes", "values")}
     present = {name for file in files[:1] for name in file.keys()}  # noqa: SIM118 - a file handle is no dict
     found = wanted & present
     left = {name.split(".", 3)[3] for name in present if name.startswith(f"{PREFIX}residual.")}
     left -= {share.name for _, share in exchange.with_residual()}
     if left and len(found) == sum(1 for _ in exchange.with_residual()):
-        warnings.warn(
-            f"{len(left)} parameters travel whole now, such as {min(left)}: what they had not sent yet is left out", stacklevel=5
-        )
+        warn(f"{len(left)} parameters are now exchanged dense, such as {min(left)}: their saved residuals are dropped")
     if len(found) < sum(1 for _ in exchange.with_residual()):
         if is_sparse(files):
-            warnings.warn(
-                "homes were shared by other ranks when it was saved: what had not been sent yet is left out", stacklevel=5
-            )
+            warn("other ranks shared the model data when the checkpoint was saved: its residuals are dropped")
         for _, share in exchange.with_residual():
             for tensor in exchange.residuals.of(share.name).tensors.values():
                 tensor.zero_()
         return
     saved = len(files)
     if saved != world:
-        gone = f"; those of ranks {world} to {saved - 1} are shared out" if saved > world else ""
-        warnings.warn(
-            f"saved by {saved} ranks and loaded by {world}: residuals count {world / saved:.3g} times{gone}", stacklevel=5
-        )
+        gone = f"; those of ranks {world} to {saved - 1} are divided among all" if saved > world else ""
+        warn(f"saved by {saved} ranks and loaded by {world}: residuals are scaled by {world / saved:.3g}{gone}")
     for layer, share in exchange.with_residual():
         _load_residual(exchange.residuals.of(share.name), files, share.name, share.numel, rank, world)
         if rank % saved:

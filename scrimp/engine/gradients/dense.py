@@ -1,13 +1,13 @@
-"""Gradients exchanged whole: averaged over the ranks on their way home, judged there, and updated where their home is."""
+"""Dense gradient exchange: gradients are averaged over the ranks, checked, and applied on the tier of their layer."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from scrimp._warnings import warn
 from scrimp.checkpoint import Named
 from scrimp.chunks import DEVICE, Slot, gradient_norm
 from scrimp.engine.gradients.checkpoint import is_sparse
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class DenseExchange:
-    """What an engine asks, in the order of a step; it holds no engine, so that one goes when nobody holds it."""
+    """Implements `Exchange` with averaged, full gradients."""
 
     def __init__(self) -> None:
-        self._norms: dict[str, torch.Tensor] = {}  # of gradients, taken on the device
-        self._started: set[str] = set()  # updated already
+        self._norms: dict[str, torch.Tensor] = {}  # of gradients, computed while they were on the device
+        self._started: set[str] = set()  # parameters whose update has started
         self._scale: torch.Tensor | None = None
 
     def meet(self, engine: Training) -> None:
-        """What ranks say to each other before a step, once, however often it is tried."""
+        """Dense exchange has no collective check."""
 
     def check(self) -> None:
-        """Raise what went wrong beside the steps, if something did."""
+        """Dense exchange does nothing in the background."""
 
     def begin(self, engine: Training) -> None:
         self._norms.clear()
@@ -38,7 +38,7 @@ class DenseExchange:
 
     @property
     def started(self) -> bool:
-        """Something was changed that cannot be undone."""
+        """Some weight has changed, so the step cannot be undone."""
         return bool(self._started)
 
     def receive(self, engine: Training, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
@@ -46,7 +46,7 @@ class DenseExchange:
         engine.store.receive(layer, slot, gradient, first=first)
 
     def retire(self, engine: Training, layer: int, arrived: list[tuple[Slot, bool]]) -> None:
-        """All of a layer's gradients of this micro-batch are there, each with whether it is the first (or no more will come)."""
+        """All of a layer's gradients of this micro-batch have arrived, each with whether it is the first of its slot."""
         engine.store.retire(layer, arrived)
         slots = [slot for slot, _ in arrived]
         if engine.must_check:
@@ -58,7 +58,7 @@ class DenseExchange:
             updating.start(layer, slots, updating.numbers(slots, engine.counts), engine.steps, None)
 
     def finish(self, engine: Training) -> None:
-        """After the last backward: judge, then update or leave everything as it was."""
+        """After the last backward: check the gradients, then update, or restore the weights."""
         if self._passes_check(engine):
             rest = [place for place in engine.in_order() if place[1].name not in self._started]
             engine.updating.run(rest, engine.steps, engine.counts, self._scale)
@@ -67,22 +67,22 @@ class DenseExchange:
             restore_all(engine.store, engine.arrived.values())
 
     def give_up(self) -> None:
-        """The step is not made."""
+        """Abandon the step."""
 
     def saved(self, engine: Training) -> Iterable[Named]:
-        """What a checkpoint must have besides the store."""
+        """Tensors that a checkpoint needs in addition to those of the store: none."""
         return ()
 
     def load(self, engine: Training, files: list[Any]) -> None:
-        """From the files of all ranks."""
+        """Warn if the checkpoint has residuals, which a dense exchange cannot use."""
         if is_sparse(files):
-            words = "the checkpoint is of a run with sparse exchange: what its ranks had not sent yet is left out"
-            warnings.warn(words, stacklevel=5)
+            words = "the checkpoint is of a run with sparse exchange: its residuals are dropped"
+            warn(words)
 
     def close(self) -> None: ...
 
     def _passes_check(self, engine: Training) -> bool:
-        """Whether to update: finite gradients, if that was asked for; sets the scale that clips the norm."""
+        """Whether to update: all gradients are finite, if that is required. Sets the scale that clips the norm."""
         self._scale = None
         if not engine.must_check:
             return True
@@ -95,7 +95,7 @@ class DenseExchange:
         if check.bad is not None and (engine.skip_nonfinite or scale.dynamic):
             if not scale.dynamic:
                 words = f"step {engine.steps}: gradient of {check.bad} is not finite; the update is skipped"
-                warnings.warn(words, stacklevel=6)
+                warn(words)
             return False
         engine.norm, self._scale = check.norm, check.scale
         return True

@@ -1,5 +1,8 @@
-"""What a rank exchanges: of every parameter that is trained the pieces that are in its homes. A rank that shares its homes with
-nobody has all of each; where they are shared inside a node, each rank meets those of the same place in other nodes."""
+"""The pieces of trained parameters that this rank exchanges: those in its own shards of the model data.
+
+A rank that holds the whole model has one piece per parameter. If the ranks of a node shard the model, each rank exchanges with
+the ranks of the same position in other nodes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Share:
 
 
 def shares_of(store: Store) -> list[list[Share]]:
-    """By layer. Those that meet in an exchange have the same, by the same names."""
+    """Shares by layer. Ranks that exchange with each other have the same shares under the same names."""
     found = []
     for layer, space in enumerate(store.table.layers):
         here = []

@@ -1,6 +1,6 @@
-"""What an engine asks of an exchange, in the order of a step. `DenseExchange` and `SparseExchange` both answer it.
+"""The interface between an engine and a gradient exchange, in the order of a step. `DenseExchange` and `SparseExchange` have it.
 
-An exchange holds no engine, so that an engine goes when nobody holds it: every call gets one.
+An exchange holds no reference to the engine, so that an engine can be garbage-collected: every call gets the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Exchange(Protocol):
         """Raise an error that happened in the background, if there was one."""
 
     def meet(self, engine: Training) -> None:
-        """What ranks compare before a step, once, however often the step is tried."""
+        """Run collective checks before a step, once, however often the step is retried."""
 
     def begin(self, engine: Training) -> None:
         """Before the first micro-batch."""
@@ -41,13 +41,13 @@ class Exchange(Protocol):
         """After the last backward: check the gradients, then update or skip."""
 
     def give_up(self) -> None:
-        """The step is not made."""
+        """Abandon the step."""
 
     def saved(self, engine: Training) -> Iterable[Named]:
-        """What a checkpoint must have besides the store."""
+        """Tensors that a checkpoint needs in addition to those of the store."""
 
     def load(self, engine: Training, files: list[Any]) -> None:
-        """From the files of all ranks."""
+        """Restore from the checkpoint files of all ranks."""
 
     def close(self) -> None:
         """End all threads."""

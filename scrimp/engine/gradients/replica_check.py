@@ -1,4 +1,4 @@
-"""Ranks that hold replicas compare checksums of their weights now and then: replicas that differ would diverge silently."""
+"""Ranks that hold replicas compare checksums of their weights every few steps, because a difference would grow silently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def compare_replicas(engine: Training, store: Store, wire: Wire) -> None:
-    """All ranks of `wire` have the same weights, or the run stops here."""
+    """Raise unless all ranks of `wire` have the same weights."""
     if wire.world == 1:
         return
     store.wait()
@@ -22,7 +22,7 @@ def compare_replicas(engine: Training, store: Store, wire: Wire) -> None:
     for layer in range(len(store.table.layers)):
         master = store.direct(layer).master
         sums.append(int(torch.sum(master.view(torch.int32), dtype=torch.int64)))
-    gpus = store.wire.world  # ranks that shard model data have other parts of it
+    gpus = store.wire.world  # ranks that shard model data hold different parts of it
     every = engine.wire.every(torch.tensor(sums))[engine.wire.rank % gpus :: gpus]
     for layer, column in enumerate(every.unbind(1)):
         if not bool((column == column[0]).all()):

@@ -1,8 +1,8 @@
-"""What each parameter has not sent yet, where its layer's home is: beside it on the device, or on the host. Its bytes are the
-ledger's `residual`, on the tier where they are.
+"""Error-feedback residuals: the part of each parameter's update that was not sent yet, on the tier of its layer.
 
-How it is kept and where may be left open. Then whoever plans what the device holds decides that too, since it is paid for from
-the same bytes as homes and activations: fewer bits of residual may be more layers that stay, or that are not recomputed.
+The ledger counts their bytes as `residual`, on the tier where they are. Their number format and tier may be "auto". Then the
+planner chooses them together with placements and activations, because all three share the device's bytes: fewer bits per
+residual may let more layers stay on the device, or avoid recomputing them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How residuals are kept, and where, for layers whose home is the device."""
+    """Number format (`kind`) of the residuals, and the tier (`place`) of those whose layer is placed on the device."""
 
     kind: str
     place: str
 
 
 class Residuals:
-    """`shares`: those of each layer that have one."""
+    """Allocates, converts and moves the residuals. `shares`: of each layer those that have a residual."""
 
     def __init__(self, store: Store, settings: Sparse, rank: int, shares: list[list[Share]]) -> None:
         self.store, self.shares, self._rank = store, shares, rank
         kinds = RESIDUAL_KINDS if settings.residual == AUTO else (settings.residual,)
         places = RESIDUAL_PLACES if settings.place == AUTO else (settings.place,)
-        self.ways = [Way(kind=kind, place=place) for kind, place in product(kinds, places)]  # the best first
+        self.ways = [Way(kind=kind, place=place) for kind, place in product(kinds, places)]  # the most precise first
         self.way = self.ways[0]
         self._held: dict[str, Residual] = {}
         self._settled: list[tuple[str, int] | None] = [None] * len(shares)  # on which tier, and how many bytes
@@ -49,28 +49,28 @@ class Residuals:
         return sum(residual_nbytes(way.kind, share.numel) for share in self.shares[layer])
 
     def residual_bytes(self, layer: int) -> int:
-        """What they take on the device, if the layer's home is there."""
+        """Device bytes of a layer's residuals if the layer is placed on the device."""
         return self.nbytes(layer, self.way) if self.way.place == "device" else 0
 
     def become(self, way: Way) -> None:
         if way != self.way:
-            self.store.wait()  # the host may still be sending of what is to be moved
+            self.store.wait()  # the host worker may still be sending from residuals that are about to move
             self.way = way
             for layer in range(len(self.shares)):
                 self.settle(layer)
 
     def settle(self, layer: int) -> None:
-        """Be where the layer's home is now, as it is to be kept now."""
-        at_rest_nbytes = self.store.placements[layer].tier == DEVICE
-        tier = "device" if at_rest_nbytes and self.way.place == "device" else "host"
-        worker = self.store.device if at_rest_nbytes else CPU
+        """Move a layer's residuals to the tier of its layer, in the current number format."""
+        on_device = self.store.placements[layer].tier == DEVICE
+        tier = "device" if on_device and self.way.place == "device" else "host"
+        worker = self.store.device if on_device else CPU
         for share in self.shares[layer]:
             seed = (self._rank << 32) + zlib.crc32(share.name.encode())
             fresh = residual(self.way.kind, share.numel, worker, seed, at=CPU if tier == "host" else None)
             for tensor in fresh.tensors.values():
                 self.store.own(tensor)
             if share.name in self._held:
-                self.store.copy_streams.settle()  # what the device has still to write
+                self.store.copy_streams.settle()  # the device may still be writing them
                 _carry(fresh, self._held[share.name], share.numel)
             self._held[share.name] = fresh
         books = {"device": self.store.ledger, "host": self.store.books.host}

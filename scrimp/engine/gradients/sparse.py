@@ -1,20 +1,21 @@
-"""Gradients exchanged by few entries of each: every rank has all of the model, and its own moments and residuals.
+"""Sparse gradient exchange, top-k with error feedback: every rank has its own optimizer states and residuals.
 
-A step, layer by layer, as gradients come: into the momentum, with that into the residual; the largest of it into a packet; on
-to the other ranks. A gradient whose layer is at home on the device is used up where autograd made it, and has no buffer; others
-go home first, as ever. When a layer's packets have come from all ranks they are taken from its masters, and its weights are
-written anew: at the latest when its next forward asks for it, and never while a backward may still need the old ones.
+As backward produces the gradients of a layer, each goes into the optimizer's momentum. The resulting update is added to the
+residual. The largest entries of the residual are packed and sent to the other ranks. If the layer is placed on the device, the
+gradient is consumed where autograd made it and needs no buffer. Otherwise it is first copied to its tier. When packets of all
+ranks have arrived for a layer, their mean is subtracted from the master weights and the weights are rewritten. This happens at
+the latest when the next forward fetches the layer, and never while a backward may still need the old weights.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from scrimp._warnings import warn
 from scrimp.checkpoint import Named
 from scrimp.chunks import DEVICE, DTYPES, SGD, AdamW, Opened, Piece, Rules, Slot, Store, Wire, Worker, rate
 from scrimp.engine.gradients.apply import Arrivals
@@ -44,15 +45,17 @@ if TYPE_CHECKING:
     from scrimp.engine._training import Training
 
 CPU = torch.device("cpu")
-LOOKING_NBYTES = 24  # for each element of a piece: residual, magnitudes, and what coding or sorting takes
+LOOKING_NBYTES = 24  # scratch bytes per element of a piece: residual, magnitudes, and what coding or sorting takes
 
 
 class SparseExchange:
+    """Implements `Exchange` with top-k packets and error feedback."""
+
     def __init__(self, settings: Sparse, store: Store, rules: Rules, wire: Wire) -> None:
         self.settings, self.store, self.rules = settings, store, rules
         self._trained = shares_of(store)
-        self._of_slot = {share.slot.name: share for shares in self._trained for share in shares}  # where each has just one
-        self._here = {share.slot.name for shares in self._trained for share in shares}  # others in this node have the others
+        self._of_slot = {share.slot.name: share for shares in self._trained for share in shares}  # where a slot has one share
+        self._here = {share.slot.name for shares in self._trained for share in shares}  # other ranks of the node have the rest
         self._wire = wire
         itemsize, density = DTYPES[settings.values].itemsize, settings.density
         self.pace = measure_pace(wire, store.device, density) if settings.choose and density < 1 else None
@@ -63,7 +66,7 @@ class SparseExchange:
             for shares in self._trained
         ]
         if store.micro_batches > 1 and (any(self._summed) or density == 1):
-            # Micro-batches of what travels whole must be added up somewhere: in a place that is planned for.
+            # Micro-batches of a dense parameter must be accumulated in a buffer that the plan knows of.
             store.consumed = store.consumed and any(placement.tier == DEVICE for placement in store.placements)
         self.residuals = Residuals(store, settings, wire.rank, self._with_residual())
         store.moved, store.residual_bytes = self.residuals.settle, self.residuals.residual_bytes
@@ -72,10 +75,10 @@ class SparseExchange:
         separate = store.device.type == "cuda" and wire.world > 1
         self._stream = torch.cuda.Stream(store.device) if separate else None  # type: ignore[no-untyped-call]
         self._start_threads()
-        self._sent: set[int] = set()  # layers whose gradients were used up
-        self._small: dict[int, list[tuple[Share, torch.Tensor]]] = {}  # that wait for the rest of their layer
-        self._sums: dict[str, torch.Tensor] = {}  # of micro-batches, where nothing is kept back
-        self._sound: dict[str, torch.Tensor | bool] = {}  # whether all gradients of a parameter were finite, in this step
+        self._sent: set[int] = set()  # layers whose gradients were consumed
+        self._small: dict[int, list[tuple[Share, torch.Tensor]]] = {}  # small gradients, until their layer is complete
+        self._sums: dict[str, torch.Tensor] = {}  # of micro-batches, for parameters without a residual
+        self._sound: dict[str, torch.Tensor | bool] = {}  # whether all gradients of a parameter were finite in this step
 
     def _start_threads(self) -> None:
         self._comm = Worker("the exchange of gradients")
@@ -85,12 +88,12 @@ class SparseExchange:
     # In the order of a step.
 
     def meet(self, engine: Training) -> None:
-        """What ranks say to each other before a step, once, however often it is tried."""
+        """Every `check_every` steps compare checksums of the ranks' weights, once, however often the step is retried."""
         if engine.steps and engine.steps % self.settings.check_every == 0:
             compare_replicas(engine, self.store, self._wire)
 
     def check(self) -> None:
-        """Raise what went wrong beside the steps, if something did."""
+        """Raise an error of the communication thread, if there was one."""
         self._comm.check()
 
     def begin(self, engine: Training) -> None:
@@ -101,7 +104,7 @@ class SparseExchange:
 
     @property
     def started(self) -> bool:
-        """Something was changed that cannot be undone."""
+        """Some residual has changed, so the step cannot be undone."""
         return bool(self._sent)
 
     def receive(self, engine: Training, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
@@ -111,12 +114,12 @@ class SparseExchange:
             return
         share = self._of_slot[slot.name]
         if engine.micro_batches == 1 and share.numel < self.settings.small:
-            self._small.setdefault(layer, []).append((share, gradient))  # together: each by itself would cost as much as all
+            self._small.setdefault(layer, []).append((share, gradient))  # batched: one call each would cost as much as all
             return
         self._take_all(engine, layer, [(share, gradient)], first=first)
 
     def retire(self, engine: Training, layer: int, arrived: list[tuple[Slot, bool]]) -> None:
-        """All of a layer's gradients of this micro-batch are there, each with whether it is the first (or no more will come)."""
+        """All of a layer's gradients of this micro-batch have arrived, each with whether it is the first of its slot."""
         self.store.retire(layer, arrived)
         if not engine.last_part:
             return
@@ -125,11 +128,11 @@ class SparseExchange:
             if layer in self._small:
                 self._take_all(engine, layer, self._small.pop(layer), first=True)
             self._round.done(layer)
-        elif engine.residents.following:  # else the step may have to be undone
+        elif engine.residents.following:  # a tracing step may still have to be undone
             self._send(engine, layer)
 
     def finish(self, engine: Training) -> None:
-        """After the last backward: what is left is sent, and what came is applied, now or when it is asked for."""
+        """After the last backward: send the remaining layers, then apply what arrived, now or when a layer is fetched."""
         assert self._round is not None
         going = self._round
         self._messages += len(going.buckets)
@@ -141,7 +144,7 @@ class SparseExchange:
                 self._send(engine, layer)
             elif layer in arrived and self._at_once(layer):
                 self._complete(engine, going, layer)
-        others = [slot for _, slot in engine.in_order() if slot.name not in self._here]  # whose count I know all the same
+        others = [slot for _, slot in engine.in_order() if slot.name not in self._here]  # their counts are kept here too
         scale = 1.0
         if engine.must_check:
             going.wait()
@@ -158,7 +161,7 @@ class SparseExchange:
                 self._arrivals.apply(engine, going, layer, shares, scale)
 
     def _complete(self, engine: Training, going: BucketedExchange, layer: int) -> None:
-        """Of a layer whose gradients were used up as they came: what came with an earlier micro-batch, but not with the last."""
+        """In a layer whose gradients were consumed on arrival: send parameters that the last micro-batch did not reach."""
         data = self.store.direct(layer)
         for share in self._trained[layer]:
             if share.slot.name not in engine.arrived or share.name in going.present or share.name in going.flagged:
@@ -168,21 +171,21 @@ class SparseExchange:
         going.done(layer)
 
     def give_up(self) -> None:
-        """The step is not made."""
+        """Abandon the step."""
         if self._round is not None:
             self._round.give_up()
 
     def saved(self, engine: Training) -> Iterable[Named]:
-        """What a checkpoint must have besides the store."""
+        """Tensors that a checkpoint needs in addition to those of the store: residuals, and states of all but one rank."""
         self.store.wait()
-        self.store.copy_streams.settle()  # residuals on the host are written by the device
+        self.store.copy_streams.settle()  # the device writes residuals on the host
         return tensors(self, engine.wire.rank // self.store.wire.world)
 
     def load(self, engine: Training, files: list[Any]) -> None:
-        """From the files of all ranks."""
+        """Restore from the checkpoint files of all ranks."""
         self.store.copy_streams.settle()
         self._close.detach()
-        self._comm.close()  # with whatever went wrong in it
+        self._comm.close()  # and discard its error, if it had one
         self._start_threads()
         gpus = self.store.wire.world
         node, place = divmod(engine.wire.rank, gpus)
@@ -198,8 +201,8 @@ class SparseExchange:
         self._close()
 
     def sending_nbytes(self) -> int:
-        """What sending takes on the device at most, if all homes are there: rows that go and come, and what looking through a
-        piece takes."""
+        """Peak device bytes of sending if all layers are placed there: rows sent and received, and the scratch of selecting
+        entries."""
         settings, world = self.settings, self._wire.world
         plan = plan_buckets((*self._members(),), settings.density_at(0), DTYPES[settings.values], settings.small)
         rows = sum(bucket.nbytes for _, _, bucket in plan) * (1 if world == 1 else 1 + world)
@@ -207,7 +210,7 @@ class SparseExchange:
         return rows + LOOKING_NBYTES * self._selected_numel(largest)
 
     def _selected_numel(self, numel: int) -> int:
-        """How many of so many elements at a time."""
+        """Elements that the selection handles at a time."""
         return largest_piece(numel, self.store.device)
 
     # Parts.
@@ -220,7 +223,7 @@ class SparseExchange:
                 yield Member(layer=layer, sizes=sizes, device=device, summed=self._summed[layer])
 
     def _with_residual(self) -> list[list[Share]]:
-        """Of every layer the shares that have a residual."""
+        """For every layer the shares that have a residual."""
         small, few = self.settings.small, self.settings.density < 1
         return [
             [share for share in shares if share.numel >= small and few and not summed]
@@ -228,16 +231,16 @@ class SparseExchange:
         ]
 
     def _at_once(self, layer: int) -> bool:
-        """Gradients are used up as they come: their layer is at home on the device, and nobody has to add them up first."""
+        """Gradients are consumed on arrival: their layer is placed on the device, and no accumulation must precede."""
         return self.store.placements[layer].tier == DEVICE and self.store.consumed
 
     def _send(self, engine: Training, layer: int) -> None:
-        """A layer whose gradients are at home, or on their way."""
+        """Send a layer whose gradients are on its tier, or being copied there."""
         going, shares = self._round, [share for share in self._trained[layer] if share.slot.name in engine.arrived]
         assert going is not None
         self._sent.add(layer)
         if not self._trained[layer]:
-            return  # others in this node have it
+            return  # other ranks of this node hold it
         going.open(layer)
         data, come = self.store.direct(layer), self.store.take_coming_down(layer)
         ahead = list(dict.fromkeys(share.slot for share in shares if self._counts_ahead(going, share)))
@@ -250,7 +253,7 @@ class SparseExchange:
                     gradient = share.piece(data).gradient
                     self._put(going, step, data, share, gradient, counts.get(share.slot, 1), first=True, last=True)
                 going.done(layer)
-            except BaseException as error:  # or others would wait for what never comes
+            except BaseException as error:  # otherwise the other ranks would wait forever
                 self._comm.fail(error)
                 raise
 
@@ -279,7 +282,7 @@ class SparseExchange:
         self._put(going, engine.steps, self.store.direct(layer), share, gradient, count, first=first, last=last)
 
     def _counts_ahead(self, going: BucketedExchange, share: Share) -> bool:
-        """The optimizer comes before the exchange, and not when something has come."""
+        """The optimizer runs before the exchange, so its step count is raised before packets arrive."""
         return not going.part(share.name).whole and not self._raw
 
     def _put(
@@ -294,7 +297,7 @@ class SparseExchange:
         first: bool,
         last: bool,
     ) -> None:
-        """A gradient into what is kept, and, with the last micro-batch, what travels of that into the row."""
+        """Add a gradient to the residual; with the last micro-batch, also write the selected entries into the row to send."""
         part, dtype = going.part(share.name), going.dtype(share.name)
         if first and last and part.how is None and going.put_small(share.name, gradient) is not None:
             return
@@ -328,13 +331,13 @@ class SparseExchange:
             going.checked(share.name, flag)
 
     def _is_sound(self, name: str, gradient: torch.Tensor, *, first: bool) -> torch.Tensor | bool:
-        """Whether it is finite, and the step's micro-batches before it were; on a device a flag, since the host would have to
-        wait to know."""
+        """Whether this gradient and those of earlier micro-batches are finite. On a GPU the result is a flag on the device,
+        because reading it would make the host wait."""
         sound: torch.Tensor | bool
         if gradient.is_cpu:
             sound = finite(gradient)
         else:
-            some = gradient if gradient.numel() else gradient.new_zeros(1)  # none at all have no largest
+            some = gradient if gradient.numel() else gradient.new_zeros(1)  # an empty tensor has no maximum
             sound = torch.linalg.vector_norm(some, torch.inf) < torch.inf
         self._sound[name] = sound if first else sound & self._sound[name]
         return self._sound[name]
@@ -351,23 +354,23 @@ class SparseExchange:
 
     @property
     def _raw(self) -> bool:
-        """What travels is of gradients, and the optimizer comes after that."""
+        """Ranks exchange gradients, and the optimizer runs after the exchange."""
         return self.settings.of == "gradient"
 
     def _bad(self, engine: Training, going: BucketedExchange) -> str | None:
-        """A parameter whose gradient is not finite, and on which rank; the same words on all of them."""
+        """Names a parameter whose gradient is not finite, and its rank; the same text on all ranks."""
         found, gpus = going.bad(), self.store.wire.world
         names = [slot.name for space in self.store.table.layers for slot in space.slots]
         mine = [0, 0] if found is None else [1 + names.index(found[0].rpartition("@")[0] if gpus > 1 else found[0]), found[1]]
-        if gpus > 1:  # what others in this node have exchanged I have not seen
+        if gpus > 1:  # this rank has not seen what the others of its node exchanged
             rows = self.store.wire.every(torch.tensor(mine))
             mine = rows[rows[:, 0].argmax()].tolist()
         where = f"rank {mine[1]}" if gpus == 1 else f"node {mine[1]}"
         return f"gradient of {names[mine[0] - 1]} is not finite on {where}" if mine[0] else None
 
     def _skip(self, engine: Training, going: BucketedExchange, bad: str) -> None:
-        """Nobody updates anything; what was sent waits again."""
-        warnings.warn(f"step {engine.steps}: {bad}; the update is skipped", stacklevel=6)
+        """Skip the update on all ranks; the entries that were sent go back into the residuals."""
+        warn(f"step {engine.steps}: {bad}; the update is skipped")
         engine.skipped += 1
         for layer, shares in enumerate(self._trained):
             data = self.store.direct(layer)
@@ -378,6 +381,6 @@ class SparseExchange:
 
 
 def _end(comm: Worker, wire: Wire) -> None:
-    """The exchange's thread, and its process group."""
+    """Ends the exchange's thread, and its process group."""
     comm.close()
     leave(wire)

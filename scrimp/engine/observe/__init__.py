@@ -1,1 +1,1 @@
-"""What a run looks like from outside: the lower bound of a step, the progress line, the metrics file."""
+"""Reports about a run: the lower bound of a step's time, the progress line, the metrics file."""

@@ -1,28 +1,27 @@
-"""How close a step came to what is possible: least traffic and time for its trace, beside what it took, term by term.
+"""Lower bounds on a step's traffic and time, compared term by term with what the step took.
 
-Traffic: with the homes that were chosen, no schedule can bring fewer bytes up than `least_fetched_nbytes` says; each
-gradient of a layer whose home is not the device goes down once.
+Traffic: with the chosen placements, no schedule can fetch fewer bytes than `least_fetched_nbytes`. Each gradient of a layer that
+is not placed on the device goes down once.
 
-Time: what each resource needs at least.
+Time: the least that each resource needs.
 
-    compute       forward and backward as measured (`_timing`), and the device's own updates
-    copies        bytes each way over the machine's rates, both ways at once as long as there are both; masters and states
-                  that pass through the device go both ways
+    compute       forward and backward as measured (`step/timing.py`), and updates on the device
+    copies        bytes each way over the machine's rates, both ways at once as long as there are both; streamed master weights
+                  and states go both ways
     host update   bytes that the host's updates touch, over its rate
-    disk          states that are read and written there, at the best rates seen
+    disk          states that are read and written there, at the best rates measured
 
-Perfectly overlapped, a step takes the longest of them. If gradients are judged before any update (clipping, skipping), no
-update starts before the last gradient, and no backward before the forward that waits for the last update: then the longest
-of backward, copies down and copies of weights that come a second time, plus the longest of forward, host update, states
-read and copies up of the new weights.
+Perfectly overlapped, a step takes the longest of them. If the gradients are checked before any update (clipping, skipping), no
+update starts before the last gradient, and no backward starts before the forward that waits for the last update. Then a step
+takes the longest of backward, copies down and copies of weights fetched a second time, plus the longest of forward, host update,
+states read and copies up of the new weights.
 
-One thing cannot overlap. The forward of the last layer that the host updates, and of all after it, waits for the last of
-its updates; and no gradient that it could go on with is there before that forward has ended. So a step takes at least the
-host's update and then that end of the forward.
+One part cannot overlap. The forward from the last layer that the host updates waits for the last host update. No new gradient
+arrives before that forward ends. So a step takes at least the host update and then that end of the forward.
 
-There are two such bounds: with the rate that the host's updates usually have in this engine (beside copies, which are
-therefore in it), and the physical one, with the rate that `Cluster.probe` finds for the same kernel alone, copies charged
-to the host's memory as well.
+There are two such bounds. `own` uses the usual rate of host updates in this engine, which includes the effect of overlapped
+copies. `physical` uses the rate that `Cluster.probe` measures for the same kernel alone, and charges copies to the host's memory
+as well.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from scrimp.ledger import format_nbytes
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
 
-BACKWARD = 2  # a backward computes about twice a forward: until one was measured
+BACKWARD = 2  # a backward computes about twice a forward; used until one is measured
 HOST_UPDATE, DISK_WRITE = "host update", "disk write"
 THEN_END = "host update, then the forward's end"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of a step in which everything may overlap: seconds of each resource."""
+    """A part of a step in which all resources may overlap: seconds of each resource."""
 
     name: str
     terms: dict[str, float]
@@ -65,8 +64,8 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a step must do at least. `fresh_nbytes` come up after their update, `again_nbytes` another time. `end_seconds`:
-    of the forward, from the last layer on that the host updates."""
+    """The least work of a step. `fresh_nbytes` are fetched after their update, `again_nbytes` once more in the same step.
+    `end_seconds`: forward time from the last layer that the host updates."""
 
     forward_seconds: float
     backward_seconds: float
@@ -80,7 +79,7 @@ class Load:
     disk: dict[str, float] = field(default_factory=dict)  # seconds of reading and of writing
 
     def phases(self, machine: Machine, host_rate: float, *, checked: bool, charged: bool) -> tuple[Phase, ...]:
-        """`charged`: what is copied takes its share of the host's memory, in the phase in which it is copied."""
+        """`charged`: copies use the host's memory bandwidth, in the phase in which they run."""
         share = 1 / host_rate if charged and self.update_nbytes else 0.0
         host_seconds = self.update_nbytes / host_rate
         forward, passed = self.forward_seconds + self.device_update_seconds, self.passed_nbytes
@@ -112,24 +111,24 @@ class Load:
         if not passed:
             del after["copies both ways"]
         return (
-            Phase(name="backward, until the gradients are judged", terms=before),
+            Phase(name="backward, until the gradient check", terms=before),
             Phase(name="update and next forward", terms=after | {k: v for k, v in self.disk.items() if k != DISK_WRITE}),
         )
 
     def _then_end(self, terms: dict[str, float], host_seconds: float) -> None:
-        if self.end_seconds and host_seconds:  # without the copies' share: they may go on beside that forward
+        if self.end_seconds and host_seconds:  # without the copies' share, because copies may overlap with that forward
             terms[THEN_END] = host_seconds + self.end_seconds
 
     def overlapped(self, *, checked: bool) -> dict[str, float]:
-        """What may go on through all phases: writing, until the same is read again."""
+        """Seconds of work that may overlap with all phases: disk writes, until the same data is read again."""
         return {k: v for k, v in self.disk.items() if k == DISK_WRITE and checked}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """`own` are the phases at the host's usual rate in this engine, `physical` those at the machine's; `overlapped`: seconds of
-    what goes on through all of them. The last step took `seconds`; from the end of the one before to its end the host's
-    worker was `busy_seconds` at work, and `waited_seconds` were spent waiting for updates."""
+    """What `engine.bound()` returns. `own`: phases at the host's usual rate in this engine. `physical`: phases at the machine's
+    rate. `overlapped`: seconds of work that overlaps with all phases. The last step took `seconds`. In that step the host worker
+    was busy for `busy_seconds`, and others waited for updates for `waited_seconds`."""
 
     up_nbytes: int
     down_nbytes: int
@@ -160,15 +159,15 @@ class Bound:
 
     @property
     def gap(self) -> dict[str, float]:
-        """Where the seconds beyond `least_seconds` went: the host's account of them and the device's, each of which adds
-        up to all. Beyond the bound: a step as short as the bound has some idle seconds too."""
+        """Where the seconds beyond `least_seconds` went, once for the host and once for the device; each adds up to all. Idle
+        seconds count only beyond the bound, because a step as short as the bound has some too."""
         least, host, compute = self.least_seconds, _sum_of(self.own, HOST_UPDATE), _sum_of(self.own, "compute")
         gap = {"all": self.seconds - least}
         if host:
             gap["host, slower than usual"] = self.busy_seconds - host
             gap["host, idle beyond the bound"] = self.seconds - self.busy_seconds - (least - host)
         gap["device, waiting for updates beyond the bound"] = self.waited_seconds - (least - compute)
-        gap["device, the rest (copies, launches, judging)"] = self.seconds - compute - self.waited_seconds
+        gap["device, the rest (copies, launches, the gradient check)"] = self.seconds - compute - self.waited_seconds
         return gap
 
     def __str__(self) -> str:
@@ -179,7 +178,7 @@ class Bound:
             f"least {self.least_seconds:.3f} s ({self._share(self.least_seconds)}), the host at the {self.own_rate / 1e9:.4g} "
             "GB/s of its last updates",
             *(f"  {phase}" for phase in self.own),
-            *(f"  beside all of that: {name} {seconds:.3f} s" for name, seconds in self.overlapped.items()),
+            *(f"  overlapped with all of that: {name} {seconds:.3f} s" for name, seconds in self.overlapped.items()),
             f"least {self.physical_seconds:.3f} s ({self._share(self.physical_seconds)}), physically",
             *(f"  {phase}" for phase in self.physical),
             "gap",
@@ -197,7 +196,7 @@ def bound(engine: Training) -> Bound:
     planning = engine.planning
     plan = planning.current
     if plan is None or plan.choice is None:
-        raise RunError("no bound yet: the first steps trace the model; ask again after a step or two more")
+        raise RunError("no bound yet: the first steps trace the model; call engine.bound() again after a step or two more")
     machine = probe_at_rest(engine.store)
     store, own_rate = planning.store, planning.usual_rate()
     load = _load(engine, plan)
@@ -205,7 +204,7 @@ def bound(engine: Training) -> Bound:
     checked = engine.must_check
     own = load.phases(machine, own_rate, checked=checked, charged=False)
     physical = load.phases(machine, machine.host_update, checked=checked, charged=True)
-    if _total(own) < _total(physical):  # what the engine reached is possible, whatever was found alone
+    if _total(own) < _total(physical):  # the engine reached its own rate, so it is physically possible
         physical = own
     moved = [after - before for before, after in zip(engine._traffic, astuple(store.traffic), strict=True)]
     return Bound(
@@ -227,10 +226,10 @@ def bound(engine: Training) -> Bound:
 def _load(engine: Training, plan: Planned) -> Load:
     assert plan.choice is not None
     store, timing = engine.store, engine.residents.timing
-    at_rest_nbytes = [placement.tier in (DEVICE, STREAMED) for placement in store.placements]
-    # A layer at home on the device crosses nothing, though with several ranks it comes and goes there: left out altogether,
-    # it takes no room either, and the least of the others is a bound still.
-    nbytes = [0 if there else store.nbytes(k) for k, there in enumerate(at_rest_nbytes)]
+    on_device = [placement.tier in (DEVICE, STREAMED) for placement in store.placements]
+    # A layer placed on the device crosses no link, though with several ranks it is gathered and dropped there. Leaving it out
+    # also frees its room, so the least traffic of the others remains a lower bound.
+    nbytes = [0 if there else store.nbytes(k) for k, there in enumerate(on_device)]
     up = least_fetched_nbytes(plan.choice.schedule_steps, nbytes) // store.wire.world
     trained = [any(slot.trainable for slot in layer.slots) for layer in store.table.layers]
     fresh = min(up, sum(size for size, new in zip(nbytes, trained, strict=True) if new) // store.wire.world)
@@ -239,23 +238,23 @@ def _load(engine: Training, plan: Planned) -> Load:
     return Load(
         forward_seconds=whole[0],
         backward_seconds=whole[1],
-        device_update_seconds=sum(c.update_nbytes for k, c in enumerate(plan.costs) if at_rest_nbytes[k])
+        device_update_seconds=sum(c.update_nbytes for k, c in enumerate(plan.costs) if on_device[k])
         / engine.planning.rates.device,
         fresh_nbytes=fresh,
         again_nbytes=up - fresh,
-        down_nbytes=sum(_gradients_nbytes(store, k) for k, there in enumerate(at_rest_nbytes) if not there),
-        update_nbytes=sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if not at_rest_nbytes[k]),
+        down_nbytes=sum(_gradients_nbytes(store, k) for k, there in enumerate(on_device) if not there),
+        update_nbytes=sum(cost.update_nbytes for k, cost in enumerate(plan.costs) if not on_device[k]),
         passed_nbytes=sum(c.placement_nbytes for k, c in enumerate(plan.costs) if store.placements[k].tier == STREAMED),
         end_seconds=_end_seconds(
-            store, plan, timing.best, [new and not there for new, there in zip(trained, at_rest_nbytes, strict=True)]
+            store, plan, timing.best, [new and not there for new, there in zip(trained, on_device, strict=True)]
         ),
         disk=store.spill.least_seconds(),
     )
 
 
 def _end_seconds(store: Store, plan: Planned, forward: dict[int, float], by_host: list[bool]) -> float:
-    """Of a micro-batch's forward, from the last layer on whose update the host makes. A layer with others inside is not
-    counted: its forward has theirs in it."""
+    """Forward seconds of a micro-batch from the last layer that the host updates. A layer that contains others is not counted,
+    because its time includes theirs."""
     assert plan.choice is not None
     paths = [layer.path for layer in store.table.layers]
     outer = {
@@ -267,10 +266,10 @@ def _end_seconds(store: Store, plan: Planned, forward: dict[int, float], by_host
 
 
 def _gradients_nbytes(store: Store, layer: int) -> int:
-    """What goes home from this rank: without the padding between parameters, which the arenas hold but nobody sends."""
+    """Gradient bytes that go down from this rank, without the padding between parameters, which is not sent."""
     slots = [slot for slot in store.table.layers[layer].slots if slot.trainable]
     numel: int = sum(span.stop - span.start for slot in slots for _, span in store.shards.pieces(layer, slot))
-    return numel * store.dtype_of(layer).itemsize * store.micro_batches  # every part's
+    return numel * store.dtype_of(layer).itemsize * store.micro_batches  # in every micro-batch
 
 
 def _total(phases: Iterable[Phase]) -> float:

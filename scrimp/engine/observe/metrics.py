@@ -1,7 +1,7 @@
-"""The metrics file: one JSON object per line and step, each step once, whatever happened between the lines.
+"""The metrics file: one JSON object per line, exactly one line per step.
 
-A run that goes on from a checkpoint makes some steps again: their old lines are dropped. A run that was killed may leave
-half a line at the end: it is dropped too.
+A run that resumes from a checkpoint repeats some steps: their old lines are dropped. A killed run may leave half a line at the
+end: it is dropped too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ from scrimp.errors import RunError
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, half a line at its end left out. A loss that was not finite reads as None."""
+    """The lines of a metrics file, half a line at its end left out. A loss that was not finite reads as None.
+
+    >>> import scrimp
+    >>> from pathlib import Path
+    >>> _ = Path("run.jsonl").write_text('{"step": 0, "loss": 4.25}')
+    >>> scrimp.read_metrics("run.jsonl")
+    [{'step': 0, 'loss': 4.25}]
+    """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise RunError(f"the metrics file {path} cannot be read: {error.strerror}") from error
     *lines, last = data.split(b"\n")
     rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line]
-    last = last.strip(b"\0")  # what some file systems put where a line was cut off
+    last = last.strip(b"\0")  # some file systems pad a truncated line with zeros
     if last:
         try:
             rows.append(_row(last, f"{path}, line {len(lines) + 1}"))
@@ -37,7 +44,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class MetricsFile:
-    """Appends to a metrics file. `step` is the first step to come: lines of it and of later ones are of an earlier try."""
+    """Appends to a metrics file. `step` is the first step to write: existing lines from it on are of an earlier attempt."""
 
     def __init__(self, path: str | Path, step: int) -> None:
         self.path = Path(path)
@@ -50,7 +57,7 @@ class MetricsFile:
             raise RunError(f"the metrics file {path} cannot be written: {error.strerror}") from error
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """A row with its step. A disk that fails ends the file, not the training."""
+        """Append a row with its step. A failing disk stops the file, not the training."""
         if self._file.closed:
             return
         try:
@@ -65,7 +72,7 @@ class MetricsFile:
             self.close()
 
     def close(self) -> None:
-        with suppress(OSError):  # what could not be written was warned of
+        with suppress(OSError):  # `write` has already warned
             self._file.close()
 
     def _open(self, step: int) -> None:
@@ -74,7 +81,7 @@ class MetricsFile:
         self._file = self.path.open("a")
 
     def _replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Complete or not at all, and not if nothing would change."""
+        """Rewrite the file atomically, unless nothing would change."""
         text = "".join(map(_line, rows))
         if text.encode() == self.path.read_bytes():
             return
@@ -87,7 +94,7 @@ class MetricsFile:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """Other readers of JSON know no NaN: it is written as null."""
+    """A row as JSON. NaN is written as null, because other JSON readers do not know NaN."""
     finite = {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 

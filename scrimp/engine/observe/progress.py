@@ -1,7 +1,7 @@
-"""Seeing a run: a line that follows it on a terminal, plain lines elsewhere, and a metrics file.
+"""Progress of a run: a live line on a terminal, plain lines elsewhere, and a metrics file.
 
-Only rank 0 shows and writes. The loss may still be on its way on the device; it is waited for only where it is needed: at
-every step for a metrics file, else when a line is drawn.
+Only rank 0 shows and writes. The loss may still be computing on the device. The host waits for it only where it needs the value:
+at every step for a metrics file, else when it draws a line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scrimp.ledger import format_nbytes
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
 
-DRAW_SECONDS, LINE_SECONDS, LINES = 0.1, 10.0, 10  # on a terminal; elsewhere, at least that often and that many in a run
+DRAW_SECONDS, LINE_SECONDS, LINES = 0.1, 10.0, 10  # on a terminal; elsewhere at least that often, and that many lines per run
 WINDOW = 20  # steps over which speed and the time to go are averaged
 
 
@@ -46,13 +46,24 @@ class Reading:
     down_nbytes: int
     skipped: int
     lr: float | None
-    disk: dict[str, float | str]  # nothing, if none is used
+    disk: dict[str, float | str]  # empty if no disk is used
 
 
 class Progress:
     """`with scrimp.Progress(engine, steps=1000, metrics="run.jsonl") as progress:`, then `progress.update(loss, tokens)`
     after each step. `steps` counts from the very first, so a resumed run goes on where it was; `tokens` are the step's,
-    over all ranks; `quiet` shows nothing but still writes the metrics."""
+    over all ranks; `quiet` shows nothing but still writes the metrics.
+
+    >>> import scrimp
+    >>> from scrimp import zoo
+    >>> engine = scrimp.Engine(zoo.build("gpt-tiny"), memory="1GiB", device="cpu")
+    >>> with scrimp.Progress(engine, steps=2, metrics="run.jsonl", quiet=True) as progress:
+    ...     for step in range(2):
+    ...         progress.update(engine.step(*zoo.example_batch("gpt-tiny", batch=8, step=step)), tokens=8 * 32)
+    >>> [row["step"] for row in scrimp.read_metrics("run.jsonl")]
+    [0, 1]
+    >>> engine.close()
+    """
 
     def __init__(
         self,
@@ -98,7 +109,7 @@ class Progress:
         self._began = None
 
     def update(self, loss: torch.Tensor | float, tokens: int = 0) -> None:
-        """A step was made, with this loss."""
+        """Record a finished step with its loss."""
         if self._began is None:
             raise RunError(
                 "progress.update() outside of its block: write `with scrimp.Progress(engine) as progress:` around the loop"
@@ -109,7 +120,7 @@ class Progress:
         reading = self._read(loss, tokens, now - self._began)
         self._began = now
         if len(self._recent) == 1 and self._first:
-            self._recent.clear()  # the first step records and warms up: it says little once there is another
+            self._recent.clear()  # drop the first step, which traces and warms up, once there is another
             self._first = False
         self._last = reading
         self._recent.append((reading.seconds, tokens))
@@ -164,7 +175,7 @@ class Progress:
             self._bar.update(self._task, description=text, completed=done, refresh=True)
 
     def _text(self, reading: Reading, done: int) -> str:
-        """What is wanted most comes first: a narrow terminal may break the line."""
+        """The line, most important part first, because a narrow terminal may wrap it."""
         seconds = sum(seconds for seconds, _ in self._recent) or 1e-9
         tokens = sum(tokens for _, tokens in self._recent)
         parts = [f"step {done}" if self.steps is None else f"step {done}/{self.steps}", f"loss {float(reading.loss):.4f}"]

@@ -1,1 +1,1 @@
-"""From a traced step to the schedule of the next ones; the probe that measures a machine."""
+"""Plans: from a traced step to the schedule of the next ones. Also the probe that measures a machine."""

@@ -1,8 +1,8 @@
-"""Which steps the meter looks at, on a machine without a GPU, where it has to look at every operator.
+"""Decides which steps the CPU meter measures. It costs time there, because it intercepts every operator.
 
-Steps that follow one schedule and took no more than the first of them in any moment, several times in a row, will go on so: of
-those that come then it looks at one in sixteen, and at all again once one of them takes more. What the ledger calls the peak is
-there already: if somebody resets it, the next step is looked at.
+After several steps in a row that follow one schedule and take no more memory than the first of them at any schedule step, only
+one step in sixteen is metered. All are metered again once one of them takes more. If somebody resets the ledger's peak, the next
+step is metered.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from scrimp.ledger import Ledger
 if TYPE_CHECKING:
     from scrimp.engine.schedule.planning import Planned
 
-ALIKE = 3  # steps in a row
+ALIKE = 3  # metered steps in a row that take no more
 EVERY = 16
 
 
 @dataclass
 class Seen:
-    """Steps with a plan that were looked at: the one that took the most, and those after it."""
+    """Metered steps of one plan: the one that took the most, and how many after it took no more."""
 
     choice: Choice
     schedule_steps: list[ScheduleStep]
     peak_nbytes: int  # the ledger's, after the last of them
     alike: int = 1
-    since: int = 0  # steps that nobody looked at
+    since: int = 0  # steps that were not metered
 
     def covers(self, schedule_steps: list[ScheduleStep]) -> bool:
         if [schedule_step.needs for schedule_step in self.schedule_steps] != [
@@ -40,15 +40,17 @@ class Seen:
 
 
 class MeteringPolicy:
+    """Turns the meter on or off for each step."""
+
     def __init__(self, meter: Meter, ledger: Ledger) -> None:
         self._meter, self._ledger = meter, ledger
         self.metering = True
 
     def step(self, plan: Planned) -> AbstractContextManager[object]:
-        """Around a step: the meter, or nothing."""
+        """Context for a step: the meter, or nothing."""
         seen = plan.seen
         self.metering = (
-            isinstance(self._meter, CudaMeter)  # which asks the allocator, and is not in the way
+            isinstance(self._meter, CudaMeter)  # reads the allocator's counters, which costs nothing
             or seen is None
             or seen.choice is not plan.choice
             or seen.alike < ALIKE
@@ -58,10 +60,10 @@ class MeteringPolicy:
         return self._meter if self.metering else nullcontext()
 
     def learn(self, plan: Planned, schedule_steps: list[ScheduleStep], *, traced: bool) -> bool:
-        """After a step: whether it traced, and what it found is true."""
+        """After a step: returns whether it was traced with the meter on, so that its trace is valid."""
         seen, plan.seen = plan.seen, None
         if plan.choice is None or traced:
-            return traced and self.metering  # a step that left its schedule with nobody looking: the next one is looked at
+            return traced and self.metering  # if it left its schedule unmetered, the next step is metered
         if not self.metering:
             assert seen is not None
             seen.since += 1

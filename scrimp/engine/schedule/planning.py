@@ -1,15 +1,14 @@
-"""From a tracing step to what the next steps do: which layers keep their activations, which live on the device, and the
-schedule of the others.
+"""Turns a traced step into the plan of the next steps: which layers keep activations, which layers are placed on the device, and
+the prefetch schedule of the others.
 
-A batch of a shape that was not seen before is traced: with every layer recomputed, which takes the least; once more with
-those kept that fit, which shows what that really takes; then the schedule holds for batches of that shape. A smaller batch
-uses the schedule of a larger one. All ranks decide alike: they compare what they have and plan for the largest.
+A batch with a new shape is traced twice. The first trace recomputes every layer, which takes the least memory. The second keeps
+the activations that fit, which shows what they really take. The schedule then holds for all batches of that shape, and a smaller
+batch uses the schedule of a larger one. All ranks decide alike: they share their measurements and plan for the largest.
 """
 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from statistics import median
 import torch
 
 from scrimp._arguments import KEEP, OFFLOAD, RECOMPUTE
+from scrimp._warnings import warn
 from scrimp.chunks import (
     DEVICE,
     DISK,
@@ -45,13 +45,13 @@ from scrimp.errors import FitError
 
 MOST_PLANS, MOST_SIZES = 64, 255
 WORTH_STREAMING = 0.2  # of a step's seconds, predicted: copies, updates and compute never overlap quite so well
-WORTH_ROUNDING = 0.02  # of a step's seconds: for less than that residuals are kept as well as can be
-MOST_REPLANS = 5  # a model that asks in another order every step is not planned for any more
+WORTH_ROUNDING = 0.02  # of a step's seconds: for a smaller gain residuals keep the more precise format
+MOST_REPLANS = 5  # a model that runs its layers in a new order every step is no longer planned for
 
 
 @dataclass
 class Planned:
-    """What is known for one shape of batch. `kept` is None until the first trace."""
+    """The plan for one batch shape. `kept` is None until the first trace."""
 
     kept: frozenset[int] | None = None
     offloaded: bool = False
@@ -62,36 +62,38 @@ class Planned:
     again: frozenset[int] = frozenset()
     replans: int = 0
     seen: Seen | None = None
-    looked: bool | None = None  # again, with what was measured; for steps whose gradients are judged, or are not
+    looked: bool | None = None  # replanned with measured times; the value is `Planning.checked` at that time
 
 
 class Planning:
+    """Makes, keeps and applies the plans of all batch shapes."""
+
     def __init__(self, store: Store, recompute: Recompute, ways: tuple[str, ...], rates: Rates, room_nbytes: int) -> None:
         self.store = store
         self.recompute = recompute
-        self.ways = ways  # what may become of activations
+        self.ways = ways  # allowed treatments of activations
         self.rates = rates
-        self.room_nbytes = room_nbytes  # of the device, for weights and all that the meter counts
-        self.stage_nbytes = 0  # what an update on the device needs besides
+        self.room_nbytes = room_nbytes  # of the device, for weights and everything the meter counts
+        self.stage_nbytes = 0  # staging buffer of an update on the device
         self.overlapped = store.copy_streams.overlapped
-        self.checked = True  # no update before all gradients were looked at
-        self.call = [0, 0, 0]  # that this rank is in, by `Calls.row`, and a digest of its optimizer's settings
-        self.streaming: Callable[[bool], None] = lambda on: None  # makes the stages for it, or gives them back
-        self.typical = True  # the batch has the very shape that was planned for last
+        self.checked = True  # all gradients are checked before any update
+        self.call = [0, 0, 0]  # this rank's current call, by `Calls.row`, and a digest of its optimizer's settings
+        self.streaming: Callable[[bool], None] = lambda on: None  # allocates the buffers of streamed updates, or frees them
+        self.typical = True  # the batch has the same shape as the last planned one
         self.current: Planned | None = None
-        self._digested: Planned | None = None  # the last one that was made
+        self._digested: Planned | None = None  # the last plan made
         self.residuals: Residuals | None = None
-        self.sending_nbytes = 0  # what sending takes on the device, where homes are there: no trace has it that had none
+        self.sending_nbytes = 0  # device bytes of a sparse exchange; a trace without layers on the device lacks them
         self._updates, self._best_update = 0, 0.0
         self._recent_updates: deque[float] = deque(maxlen=5)
         self._plans: dict[Signature | bytes, Planned] = {}
-        self._on_device: frozenset[int] | None = None  # on the device; None: not chosen yet
+        self._on_device: frozenset[int] | None = None  # layers placed on the device; None: not chosen yet
         self._streamed: frozenset[int] | None = None
-        # On the device from the start: the host has no room for them.
+        # Placed on the device from the start, because the host has no room for them.
         self._fixed = frozenset(k for k, placement in enumerate(store.placements) if placement.tier == DEVICE)
 
     def prepare(self, signature: Signature) -> Planned:
-        """The plan for a batch, perhaps empty; recomputation is set as it says."""
+        """The plan for a batch, perhaps still empty. Recomputation is set accordingly."""
         key = self._key(signature)
         plan = self._plans.get(key)
         if plan is None and isinstance(key, tuple):
@@ -106,7 +108,7 @@ class Planning:
         return plan
 
     def use(self, plan: Planned) -> None:
-        """Recompute as the plan says."""
+        """Make this plan current: recompute and offload as it says."""
         everything = self.recompute.recomputable
         if RECOMPUTE not in self.ways:
             self.recompute.again = frozenset()
@@ -116,10 +118,10 @@ class Planning:
         self.current = plan
 
     def spare(self, plan: Planned) -> bool:
-        """After a step that did not fit: whether there is a way that takes less."""
+        """After a step that ran out of memory: change the plan to take less. False if nothing is left to try."""
         tight = plan.choice is not None
         if tight:
-            self.room_nbytes -= self.room_nbytes // 32  # planned too tightly
+            self.room_nbytes -= self.room_nbytes // 32  # the plan was too tight
         if self.placements_back() or tight:
             pass  # trace again
         elif plan.kept:
@@ -132,45 +134,45 @@ class Planning:
         return True
 
     def never_again(self, layer: int | None, words: str) -> None:
-        """A layer cannot be recomputed, if one is named: its activations are kept from now on."""
+        """Exclude a layer, if one is named, from recomputation: its activations are kept from now on."""
         if layer is not None and KEEP not in self.ways:
-            warnings.warn(f"{words}, so the layer cannot be recomputed: the engine keeps its activations", stacklevel=8)
+            warn(f"{words}, so the layer cannot be recomputed: the engine keeps its activations")
         self.recompute.recomputable -= {layer}
         for plan in self._plans.values():
             plan.choice, plan.replans = None, 0
 
     def placements_back(self, *, for_good: bool = False) -> bool:
-        """Bring homes from the device to the host, as many as there is room for; whether there were any. Not where other ranks
-        do not know of it, unless it is `for_good`."""
+        """Evict placements from the device to the host, as many as fit there. Returns whether any moved. Ranks that do not know
+        of each other's placements move none, unless it is `for_good`."""
         store, moved = self.store, False
         if store.sparse and store.ranks.world > 1 and self._on_device is not None and not for_good:
             return False
         room = store.host_room_nbytes
         layers = [k for k, placement in enumerate(store.placements) if placement.tier in (DEVICE, STREAMED)]
-        for layer in reversed(layers):  # the last ones first: the first are wanted first
+        for layer in reversed(layers):  # from the last: the next forward needs the first layers first
             weights, *rest = store.placement_nbytes(layer)
-            more = weights + (sum(rest) if store.placements[layer].tier == DEVICE else 0)  # what passes has the rest there
+            more = weights + (sum(rest) if store.placements[layer].tier == DEVICE else 0)  # a streamed layer has the rest there
             if room is None or store.host_nbytes() + more <= room:
                 store.migrate(layer, HOST)
                 moved = True
         if moved:
-            self._on_device = self._streamed = None  # the next trace shows how many there is room for
+            self._on_device = self._streamed = None  # the next trace shows how many fit
             self.streaming(any(placement.tier == STREAMED for placement in store.placements))
             for plan in self._plans.values():
                 plan.choice, plan.replans = None, 0
         return moved
 
     def saw_update(self, nbytes: int, seconds: float) -> None:
-        """The host updated so many bytes: the best of its updates is better than any guess. But not the first, which has
-        to touch its memory for the first time. Called by the worker, which must not change what is being planned with."""
+        """Record the rate of a host update; the best measured one replaces the guess. The first is ignored, because it
+        touches its memory for the first time. The worker calls this, so it must not change `rates`, which the planner reads."""
         if nbytes and self._updates:
             self._best_update = max(self._best_update, nbytes / seconds)
             self._recent_updates.append(nbytes / seconds)
         self._updates += 1
 
     def best_rates(self) -> Rates:
-        """With the best of the host's updates so far. Without a GPU the link and the device are this host's memory too: the
-        quick look at a busy moment was as wrong about them, and their ratio to the host must not depend on that."""
+        """Rates with the host's best measured update. Without a GPU the link and the device are this host's memory too. A busy
+        machine skewed their first measurement equally, so they are scaled alike to preserve their ratio to the host."""
         best, rates = self._best_update, self.rates
         if not best or self.store.device.type == "cuda":
             return replace(rates, host=best) if best else rates
@@ -181,11 +183,11 @@ class Planning:
         )  # fmt: skip
 
     def usual_rate(self) -> float:
-        """Of the host's last few updates: the one in the middle."""
+        """Median rate of the host's last few updates."""
         return median([*self._recent_updates]) if self._recent_updates else self.rates.host
 
     def learn(self, plan: Planned, trace: list[ScheduleStep] | None, residents: Residents) -> None:
-        """After a step; with its moments, if it traced."""
+        """After a step, with its schedule steps if it was traced."""
         timing = residents.timing
         if trace is not None:
             self._digest(plan, trace, residents.kept_nbytes, timing.best)
@@ -193,7 +195,7 @@ class Planning:
             self._look_again(plan, timing.whole)
 
     def _digest(self, plan: Planned, trace: list[ScheduleStep], kept_nbytes: dict[int, int], seconds: dict[int, float]) -> None:
-        """Learn from a step that traced; homes may move to the device."""
+        """Make a plan from a traced step; layers may move to the device."""
         plan.replans += 1
         if plan.replans > MOST_REPLANS:
             return
@@ -208,22 +210,22 @@ class Planning:
         ]
         self.rates = agreed(self._partners, self.best_rates())
         try:
-            choice, way = self._choose_overlapped(trace, costs)
-        except FitError:  # it ran, if only just: go on holding the least
+            choice, way = self._choose_with_residuals(trace, costs)
+        except FitError:  # the traced step itself did fit, so go on without a schedule
             plan.kept = plan.kept or frozenset()
             return
         if may_keep:
             plan.kept = choice.kept
             if choice.kept:
-                return  # one more step shows what keeping them takes
+                return  # the next step traces what keeping them takes
         plan.kept = plan.kept or frozenset()
         plan.looked, self._digested = None, plan
         if self.residuals is not None and way is not None:
             self.residuals.become(way)
         self._take(plan, choice, trace)
 
-    def _choose_overlapped(self, trace: list[ScheduleStep], costs: list[LayerCost]) -> tuple[Choice, Way | None]:
-        """With residuals that may be kept in several ways: the one with the fastest step; of nearly equals the first."""
+    def _choose_with_residuals(self, trace: list[ScheduleStep], costs: list[LayerCost]) -> tuple[Choice, Way | None]:
+        """Choose placements together with the residual format that gives the fastest step; of near equals the first."""
         residuals, streamed = self.residuals, self._streamed or frozenset()
         now = [
             replace(cost, placement_nbytes=cost.placement_nbytes + self.store.residual_bytes(k)) for k, cost in enumerate(costs)
@@ -233,13 +235,13 @@ class Planning:
         best: tuple[float, Choice, Way] | None = None
         for way in residuals.ways:
             nbytes = [residuals.nbytes(k, way) for k in range(len(costs))]
-            overlapped = [size if way.place == "device" else 0 for size in nbytes]
-            own = [replace(cost, placement_nbytes=cost.placement_nbytes + overlapped[k]) for k, cost in enumerate(costs)]
+            on_device = [size if way.place == "device" else 0 for size in nbytes]
+            own = [replace(cost, placement_nbytes=cost.placement_nbytes + on_device[k]) for k, cost in enumerate(costs)]
             try:
                 choice = self._choose(trace, own, self.rates, streamed=streamed)
             except FitError:
                 continue
-            crossing = sum(nbytes[k] - overlapped[k] for k in choice.device)
+            crossing = sum(nbytes[k] - on_device[k] for k in choice.device)
             seconds = choice.seconds + crossing * (1 / self.rates.up + 1 / self.rates.down)
             if best is None or seconds < (1 - WORTH_ROUNDING) * best[0]:
                 best = (seconds, choice, way)
@@ -248,8 +250,8 @@ class Planning:
         return best[1:]
 
     def _look_again(self, plan: Planned, compute: tuple[float, float]) -> None:
-        """Once the schedule has run a few times, and where copies overlap: if the host's updates are what the step waits
-        for, masters and states may pass through the device instead. What that costs is measured then."""
+        """Once the schedule has run a few times, and where copies overlap: if the step waits for host updates, consider
+        streaming master weights and states through the device. This measures what streaming costs."""
         if plan.looked == self.checked or plan.choice is None or not self.overlapped or self.store.wire.world > 1:
             return
         plan.looked = self.checked
@@ -292,7 +294,7 @@ class Planning:
         )
 
     def _take(self, plan: Planned, choice: Choice, trace: list[ScheduleStep]) -> None:
-        """The step is over: if there is no room after all, it is not that step which fails; the next one traces again."""
+        """Adopt a choice. If memory runs out here, no step fails, because the step is over; the next one traces again."""
         plan.trace = tuple(trace)
         plan.expected = tuple(schedule_step.needs for schedule_step in trace)
         try:
@@ -305,8 +307,8 @@ class Planning:
             plan.choice = None
 
     def _restricted(self, layer: int, cost: LayerCost) -> LayerCost:
-        """Once homes are chosen, other batches may only bring some back; not where others do not know of it: what host and
-        device make of the same numbers is not always the same bits."""
+        """Once placements are chosen, other batches may only move some back to the host. Ranks of a sparse exchange do not even
+        do that, because host and device may round the same update differently, and the replicas would differ."""
         movable = cost.movable and (self._on_device is None or layer in self._on_device) and layer not in (self._streamed or ())
         stays = self.store.sparse and layer in (self._on_device or ())
         return replace(cost, movable=movable, fixed=cost.fixed or stays)
@@ -315,7 +317,7 @@ class Planning:
         store = self.store
         places = [DEVICE if k in device else STREAMED if k in streamed else HOST for k in range(len(store.placements))]
         moving = [k for k, placement in enumerate(store.placements) if placement.tier not in (DISK, places[k])]
-        for layer in moving:  # first what makes room
+        for layer in moving:  # first those that free device memory
             if store.placements[layer].tier != HOST:
                 store.migrate(layer, HOST)
         self.streaming(bool(streamed))
@@ -353,7 +355,7 @@ class Planning:
         return tuple(costs)
 
     def _passable(self, layer: int) -> bool:
-        """Where nothing but masters and states would have to pass, all of them fp32, and they are in memory."""
+        """Whether a layer's update can be streamed: its masters and states are fp32 in host memory, and nothing else moves."""
         store = self.store
         weights, gradients, rest = store.placement_nbytes(layer)
         fp32 = store.optimizer.state == "fp32" and rest > 2 * weights and not gradients
@@ -361,13 +363,13 @@ class Planning:
 
     @property
     def _partners(self) -> Wire:
-        """Who decides together. Where each rank has homes of its own and they have been chosen, it plans for itself: then
-        nobody waits for others before a step."""
+        """The ranks that plan together. Once a rank that holds the whole model has chosen its placements, it plans alone, so
+        that no rank waits for others before a step."""
         alone = self.store.sparse and self.store.wire.world == 1 and self._on_device is not None
         return self.store.wire if alone else self.store.ranks
 
     def _largest(self, trace: list[ScheduleStep]) -> list[ScheduleStep]:
-        """What others took at each moment, on the rank where it was most."""
+        """The trace with the maximum over the ranks of the non-weight memory at each schedule step."""
         wire = self._partners
         if wire.world == 1:
             return trace
@@ -375,7 +377,7 @@ class Planning:
         return [replace(schedule_step, room_nbytes=most[k]) for k, schedule_step in enumerate(trace)]
 
     def _key(self, signature: Signature) -> Signature | bytes:
-        """The same on all ranks: the largest of every size, if their batches are alike in kind."""
+        """A key that is the same on all ranks: the maximum of every size, if all batches have the same structure."""
         wire = self._partners
         if wire.world == 1:
             return signature

@@ -1,7 +1,7 @@
-"""Measuring a machine: what `Cluster.probe` runs. See `Machine` for what the figures are.
+"""Measures a machine's rates; `Cluster.probe` runs it. `Machine` documents the figures.
 
-Every figure is the best of a few tries of what training does: a large matrix product, copies on the engine's own streams
-from registered memory, the host's own kernel in huge pages. On a GPU that is nearly full smaller buffers are used.
+Every figure is the best of a few runs of what training does: a large matrix product, copies on the engine's own streams
+from registered memory, the host update kernel in huge pages. A nearly full GPU is measured with smaller buffers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UPDATED, UPDATED_CPU = 1 << 25, 1 << 22  # parameters: 448 and 56 MiB
 SUSTAINED, SUSTAINED_CPU = 0.4, 0.05  # seconds of products
 COPIES, COPIES_CPU = 8, 3  # of each kind in a row
 ON_DISK, BLOCK = 64 << 20, 8 << 20
-SHARED = 0.6  # of the rate of copies both ways is left of it beside an update that wants the same memory
+SHARED = 0.6  # share of the two-way copy rate that remains while a host update uses the same memory
 
 Made = TypeVar("Made")
 
@@ -38,7 +38,7 @@ _disks: dict[Path, tuple[float, float]] = {}  # read, written
 
 
 def probe(device: str | torch.device | None = None, disk: str | Path | None = None) -> Machine:
-    """Once in a process for each device and each disk."""
+    """Measure the machine, once per process for each device and each disk."""
     where = pick_device(device)
     machine = _machines[where] if where in _machines else _machines.setdefault(where, _measured(where))
     if disk is None:
@@ -78,7 +78,7 @@ def _measured(device: torch.device) -> Machine:
 
 
 def probe_at_rest(store: Store) -> Machine:
-    """Between two steps of an engine. The buffers that this takes on the device are not the model's."""
+    """Measure between two steps of an engine, outside its meter: the device buffers are not the model's."""
     if store.device not in _machines:
         store.wait()
         store.before_change()
@@ -89,14 +89,14 @@ def probe_at_rest(store: Store) -> Machine:
 
 
 def overlapped_updates(rates: Rates, store: Store) -> Rates:
-    """With what copies and the host's update leave each other when both run."""
+    """Rates with the measured slow-down of copies and host updates that overlap."""
     machine = probe_at_rest(store)
     shared = SHARED * min(machine.up_both, machine.down_both)
     return replace(rates, shared=shared, price=max(0.0, machine.host_update - machine.host_update_copying) / shared)
 
 
 def _that_fits(make: Callable[[int], Made], size: int) -> Made:
-    """With half the size as long as there is no room."""
+    """Halve the size until the allocation fits."""
     while True:
         try:
             return make(size)
@@ -108,8 +108,8 @@ def _that_fits(make: Callable[[int], Made], size: int) -> Made:
 
 
 def _flops(device: torch.device, rows: int) -> float:
-    """Of a product that goes on for a while, since a device slows down under load."""
-    random = torch.Generator(device).manual_seed(0)  # of its own: a run's random numbers stay what they are
+    """Matrix-product rate, sustained for a while, since a device slows down under load."""
+    random = torch.Generator(device).manual_seed(0)  # its own generator, so that the run's random state is untouched
     one, other, out = (torch.empty(rows, rows, device=device, dtype=torch.bfloat16) for _ in range(3))
     one.normal_(generator=random)
     other.normal_(generator=random)
@@ -129,7 +129,7 @@ def _flops(device: torch.device, rows: int) -> float:
 
 
 def _overlapped_copies(update: HostUpdate, copies: Copies, alone: float) -> float:
-    """Seconds of an update while copies run both ways, from its beginning to beyond its end."""
+    """Seconds of an update while copies run both ways for its whole duration."""
     rate = min(copies.rates(up=2, down=2))
     many = int(2 * alone * rate / copies.nbytes) + 2
     while True:
@@ -145,7 +145,7 @@ def _overlapped_copies(update: HostUpdate, copies: Copies, alone: float) -> floa
 
 
 def _overlapped_copies_on_host(update: HostUpdate, copies: Copies, alone: float) -> float:
-    """The same, where copies are done by threads of their own."""
+    """The same without a GPU, where threads do the copies."""
     stop = threading.Event()
 
     def on_and_on(direction: int) -> None:
@@ -164,8 +164,8 @@ def _overlapped_copies_on_host(update: HostUpdate, copies: Copies, alone: float)
 
 
 def _disk(folder: Path) -> tuple[float, float]:
-    """Bytes per second read and written, by a file that is gone again. What was written is on the disk, and what is read
-    comes from there, as far as the system lets go of its cache."""
+    """Bytes per second read and written, with a temporary file. Writes end with fsync, and the file's cached pages are dropped
+    before reading, as far as the system obeys."""
     data = memoryview(os.urandom(BLOCK))
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="scrimp-probe-", buffering=0) as file:

@@ -1,7 +1,7 @@
-"""Taking over a model: chunk table built, parameters moved into the arenas, never more than a layer of them twice.
+"""Adopts a model: builds the chunk table and moves all parameters into the store, with at most one layer in memory twice.
 
-What has values (or is given some) is adopted tensor by tensor. What is on meta is made layer by layer. A parameter that
-was adopted becomes a stand-in on meta: its memory is free, and nothing that fills one layer can touch another.
+A parameter that has values (or is given some) is moved tensor by tensor. Parameters on meta are initialised layer by layer. A
+parameter that was moved becomes an empty parameter on meta: its memory is free, and initialising another layer cannot touch it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scrimp.chunks import ChunkTable, Row, Slot, Store, build_table
-from scrimp.engine.setup.empty_parameter import StandIn, stand_in_for
+from scrimp.engine.setup.empty_parameter import EmptyParameter, emptied
 from scrimp.engine.setup.materialize import Made, fill
 from scrimp.engine.setup.parameter_references import Set, references
 from scrimp.engine.setup.state_dict_names import Match, persistent_buffers
@@ -27,12 +27,12 @@ DEFAULT_CHUNK = 32 << 20
 
 
 def table_of(model: nn.Module, layers: tuple[Layer, ...], chunk_numel: int, world: int, *, wide: bool) -> ChunkTable:
-    """`wide`: parameters beside running statistics stay fp32, as their statistics do."""
+    """`wide`: parameters of modules with running statistics stay fp32, as the statistics do."""
     parameters = dict(model.named_parameters())
-    overlapped = {name for name in parameters if wide and _keeps_statistics(model.get_submodule(name.rpartition(".")[0]))}
+    fp32_names = {name for name in parameters if wide and _keeps_statistics(model.get_submodule(name.rpartition(".")[0]))}
     rows = []
     for layer in layers:
-        rows.append((layer.path, [_row(name, parameters[name], name in overlapped) for name in layer.parameters], layer.shared))
+        rows.append((layer.path, [_row(name, parameters[name], name in fp32_names) for name in layer.parameters], layer.shared))
     return build_table(rows, capacity=chunk_numel, world=world)
 
 
@@ -48,7 +48,7 @@ def _row(name: str, parameter: nn.Parameter, wide: bool) -> Row:
 
 @dataclass(kw_only=True)
 class EmptiedParameter:
-    """A parameter's places in the module tree: several if it is tied. `original` is the user's object."""
+    """A parameter and its places in the module tree: several if it is tied. `original` is the user's object."""
 
     layer: int
     slot: Slot
@@ -79,55 +79,55 @@ class EmptiedParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """By the id of each new Parameter: its layer and slot, the object that stands in for it between steps, and what puts another
-    object where modules refer to it."""
+    """By the id of each new Parameter: its layer and slot, the empty parameter that replaces it between steps, and setters for
+    other references to it."""
 
     places: dict[int, tuple[int, Slot]]
-    meta_parameters: dict[int, StandIn]
+    meta_parameters: dict[int, EmptyParameter]
     references: dict[int, list[Set]]
 
 
-def take_over(model: nn.Module, store: Store, weights: Source | None = None, *, hooks: Hooks, room_nbytes: int = 0) -> Taken:
-    """Move every parameter into the store, with the values of `weights` if they are given, else its own, else those that
-    its model makes; rank 0's count, and every rank must find the weights. All buffers have values then, too. What a model
-    makes is made on the device, if a layer takes less than `room_nbytes` of it: that is where random numbers are quick, and
-    others than the host's."""
+def adopt(model: nn.Module, store: Store, weights: Source | None = None, *, hooks: Hooks, room_nbytes: int = 0) -> Taken:
+    """Move every parameter into the store. Its values come from `weights` if given, else from the parameter, else from the
+    model's own initialisation. Rank 0's values count, but every rank must be able to read the weights. All buffers have values
+    afterwards. Initialisation runs on the device if a layer takes less than `room_nbytes` there: random numbers are faster there,
+    and differ from the host's."""
     given = None if weights is None else Match(model, open_weights(weights))
-    layers = _seats(model, store, hooks)
-    unmade = [[seat for seat in seats if given is None and seat.parameter.is_meta] for seats in layers]
-    for index, (seats, left) in enumerate(zip(layers, unmade, strict=True)):
-        there = [seat for seat in seats if seat not in left]
-        with store.opened(index, write=True) if there else nullcontext():  # once for all of them, if it is on disk
-            for seat in there:
-                _adopt(store, seat, seat.parameter if given is None else given.read_parameter(seat.slot.name))
+    layers = _entries(model, store, hooks)
+    unmade = [[entry for entry in entries if given is None and entry.parameter.is_meta] for entries in layers]
+    for index, (entries, left) in enumerate(zip(layers, unmade, strict=True)):
+        there = [entry for entry in entries if entry not in left]
+        with store.opened(index, write=True) if there else nullcontext():  # one read and write per layer, if it is on disk
+            for entry in there:
+                _adopt(store, entry, entry.parameter if given is None else given.read_parameter(entry.slot.name))
     for index, left in enumerate(unmade):
         if left:
             with store.opened(index, write=True):
-                fits = 2 * sum(seat.parameter.nbytes for seat in left) <= room_nbytes
+                fits = 2 * sum(entry.parameter.nbytes for entry in left) <= room_nbytes
                 _make(model, store, left, store.device if fits else torch.device("cpu"))
     _make_buffers(model, given)
     taken = Taken(places={}, meta_parameters={}, references={})
-    for index, seats in enumerate(layers):
+    for index, entries in enumerate(layers):
         storage = store.flats[index].untyped_storage()
         if not store.resident[index]:
-            storage.resize_(store.nbytes(index))  # views can only be made of what is there
-        for seat in seats:
-            stand_in = seat.original
-            assert isinstance(stand_in, StandIn)
-            weight = seat.put(store.device_view(index, seat.slot))
-            vars(weight).update(vars(stand_in))  # what the user has written on it
-            seat.hooks(weight)
-            taken.places[id(weight)], taken.meta_parameters[id(weight)] = (index, seat.slot), stand_in
-            taken.references[id(weight)] = seat.references
+            storage.resize_(store.nbytes(index))  # a view needs allocated storage
+        for entry in entries:
+            empty = entry.original
+            assert isinstance(empty, EmptyParameter)
+            weight = entry.put(store.device_view(index, entry.slot))
+            vars(weight).update(vars(empty))  # attributes that the user set on it
+            entry.hooks(weight)
+            taken.places[id(weight)], taken.meta_parameters[id(weight)] = (index, entry.slot), empty
+            taken.references[id(weight)] = entry.references
         if not store.resident[index]:
             storage.resize_(0)
     return taken
 
 
-def _seats(model: nn.Module, store: Store, hooks: Hooks) -> list[list[EmptiedParameter]]:
-    """By layer."""
+def _entries(model: nn.Module, store: Store, hooks: Hooks) -> list[list[EmptiedParameter]]:
+    """Entries by layer."""
 
-    def seat(layer: int, slot: Slot) -> EmptiedParameter:
+    def entry(layer: int, slot: Slot) -> EmptiedParameter:
         original = model.get_parameter(slot.name)
         return EmptiedParameter(
             layer=layer,
@@ -135,7 +135,7 @@ def _seats(model: nn.Module, store: Store, hooks: Hooks) -> list[list[EmptiedPar
             places=tuple(places[id(original)]),
             original=original,
             references=held.get(id(original), []),
-            hooks=hooks.take_over(original, slot.name),
+            hooks=hooks.adopt(original, slot.name),
         )
 
     places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -144,27 +144,27 @@ def _seats(model: nn.Module, store: Store, hooks: Hooks) -> list[list[EmptiedPar
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
     held = references(model, {*places})
-    return [[seat(k, slot) for slot in layer.slots] for k, layer in enumerate(store.table.layers)]
+    return [[entry(k, slot) for slot in layer.slots] for k, layer in enumerate(store.table.layers)]
 
 
-def _adopt(store: Store, seat: EmptiedParameter, values: torch.Tensor) -> None:
-    store.adopt(seat.layer, seat.slot, store.ranks.from_first(values.detach()))
-    seat.original = stand_in_for(seat.original, seat.slot.name, store.dtype_of(seat.layer))
-    seat.place(seat.original)
+def _adopt(store: Store, entry: EmptiedParameter, values: torch.Tensor) -> None:
+    store.adopt(entry.layer, entry.slot, store.ranks.from_first(values.detach()))
+    entry.original = emptied(entry.original, entry.slot.name, store.dtype_of(entry.layer))
+    entry.place(entry.original)
 
 
-def _make(model: nn.Module, store: Store, seats: list[EmptiedParameter], device: torch.device) -> None:
-    """A layer's parameters that are on meta, and their modules' buffers."""
+def _make(model: nn.Module, store: Store, entries: list[EmptiedParameter], device: torch.device) -> None:
+    """Initialise a layer's parameters that are on meta, and the buffers of their modules."""
     made: dict[str, Made] = {}
-    for seat in seats:
-        path, _, attribute = seat.slot.name.rpartition(".")
-        made.setdefault(path, {})[attribute] = seat.put(torch.empty_like(seat.parameter, device=device))
+    for entry in entries:
+        path, _, attribute = entry.slot.name.rpartition(".")
+        made.setdefault(path, {})[attribute] = entry.put(torch.empty_like(entry.parameter, device=device))
     for path, tensors in made.items():
         tensors.update(_buffers_off_meta(model.get_submodule(path), device))
     if made:
         fill(model, made)
-    for seat in seats:
-        _adopt(store, seat, seat.parameter)
+    for entry in entries:
+        _adopt(store, entry, entry.parameter)
 
 
 def _make_buffers(model: nn.Module, given: Match | None) -> None:
@@ -177,7 +177,7 @@ def _make_buffers(model: nn.Module, given: Match | None) -> None:
     }
     if made:
         fill(model, made)
-    if given is not None:  # last: what fills a module's other buffers may have written to these
+    if given is not None:  # last, because filling a module's other buffers may have overwritten these
         for name, _, _, buffer in persistent_buffers(model):
             if name in given:
                 buffer.copy_(given.read(name))
@@ -192,7 +192,7 @@ def _buffers_off_meta(module: nn.Module, device: torch.device) -> Made:
 
 
 def buffers_to(model: nn.Module, device: torch.device) -> int:
-    """Buffers live on the device for good; their bytes."""
+    """Move all buffers to the device, where they stay; returns their bytes."""
     nbytes = 0
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""How much memory the engine may use, where it came from, in bytes."""
+"""Resolves `Memory` into a budget in bytes, and records where each number came from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ PLAN_SHARE = 0.95
 class Memory:
     """`device` is per rank, `host` per node. "auto": 90 % of the free CUDA memory, or without a GPU 25 % of the
     available RAM; 80 % of what the host has available under its cgroup limit. `disk` is a folder for masters and
-    optimizer states that the host has no room for."""
+    optimizer states that the host has no room for.
+
+    >>> import scrimp
+    >>> scrimp.Memory(device="24GiB", host="100GiB").device
+    '24GiB'
+    """
 
     device: int | str = "auto"
     host: int | str = "auto"
@@ -29,8 +34,8 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Resolved sizes and where each came from. `plan_nbytes` is what schedules are made for: on CUDA a little less than
-    the budget, since the allocator's blocks do not fit together without gaps."""
+    """Resolved sizes, and where each came from. Schedules are made for `plan_nbytes`: on CUDA a little less than the budget,
+    because the allocator fragments."""
 
     device_nbytes: int
     device_origin: str
@@ -38,10 +43,10 @@ class Budget:
     host_nbytes: int
     host_origin: str
     disk: Path | None
-    disk_free_nbytes: int | None = None  # in that folder, if there is one
+    disk_free_nbytes: int | None = None  # in that folder
 
     def device_for(self, plan_nbytes: int) -> int:
-        """The least device budget with which schedules are made for so much."""
+        """The least device budget whose `plan_nbytes` is at least this."""
         share = 1.0 if self.plan_nbytes == self.device_nbytes else PLAN_SHARE
         nbytes = int(plan_nbytes / share)
         while int(nbytes * share) < plan_nbytes:
@@ -56,7 +61,7 @@ class Budget:
 
 
 def memory_of(given: Memory | int | str | None) -> Memory:
-    """A budget; a size alone is that of the device."""
+    """A `Memory`; a plain size is that of the device."""
     if given is None:
         return Memory()
     if isinstance(given, (int, str)) and not isinstance(given, bool):
@@ -69,14 +74,14 @@ def memory_of(given: Memory | int | str | None) -> Memory:
 def resolve(memory: Memory, device: torch.device) -> Budget:
     available = available_host_nbytes()
     if memory.device != "auto":
-        of_device, device_origin = parse_nbytes(memory.device), "as asked for"
+        of_device, device_origin = parse_nbytes(memory.device), "as requested"
     elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         of_device, device_origin = int(free * DEVICE_SHARE), "90 % of the free CUDA memory"
     else:
         of_device, device_origin = int(available * NO_GPU_SHARE), "25 % of the available RAM, there being no GPU"
     if memory.host != "auto":
-        of_host, host_origin = parse_nbytes(memory.host), "as asked for"
+        of_host, host_origin = parse_nbytes(memory.host), "as requested"
     else:
         of_host, host_origin = int(available * HOST_SHARE), "80 % of the available RAM"
     return Budget(
@@ -91,7 +96,7 @@ def resolve(memory: Memory, device: torch.device) -> Budget:
 
 
 def _free(folder: Path) -> int:
-    """Of the disk that a folder is on, or will be on when it is made."""
+    """Free bytes of the disk that a folder is on, or will be on once it exists."""
     there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     return shutil.disk_usage(there).free
 
@@ -110,7 +115,7 @@ def available_host_nbytes() -> int:
 
 
 def _reclaimable() -> int:
-    """Files that the group has cached: counted as used, and given back when memory is wanted."""
+    """Cached files of the cgroup: counted as used, but reclaimed under pressure."""
     try:
         rows = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
     except (OSError, ValueError):

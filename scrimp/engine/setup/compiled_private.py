@@ -1,5 +1,5 @@
-"""Modules that torch.compile has taken, known by private names of torch. None of them exists while its compiler is not loaded,
-so that to ask costs nothing then."""
+"""Detects modules that torch.compile has wrapped, by private names of torch. They exist only once its compiler is loaded, so the
+check is free before that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CALL, ORIGINAL, DISABLED = "_compiled_call_impl", "_torchdynamo_orig_callable", 
 
 
 def compiled(model: nn.Module) -> tuple[str, str] | None:
-    """The first module that is compiled: its path, and how it was done, in words."""
+    """The first compiled module: its path, and the call that compiled it."""
     loaded = sys.modules.get(COMPILER)
     if loaded is None:
         return None

@@ -1,13 +1,12 @@
-"""A parameter between steps: the user's own Parameter object, emptied. Its weight is in the engine.
+"""`EmptyParameter`: the user's own Parameter object between steps, without values. The engine holds the weight.
 
-A variable, a hook or an optimizer that holds the object does not hold old values. What a stand-in can do, it does: it tells
-its shape, and hands hooks on to the weight. Everything else would have no effect on the weight, so it raises and names
+So a variable, a hook or an optimizer that holds the object does not hold stale values. An empty parameter tells its shape and
+dtype, and forwards hooks to the weight. Everything else would have no effect on the weight, so it raises and names
 `engine.full_parameters()`.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,16 +15,17 @@ import torch
 from torch import nn
 from torch.utils import swap_tensors
 
+from scrimp._warnings import warn
 from scrimp.engine.step.parameter_hooks import Hooks
 from scrimp.errors import RunError
 
 OPEN = "`with engine.full_parameters() as model:` gives fp32 masters on the host to read and edit, and writes back what changed"
 NO_COPY = (
-    "a model that an engine has taken over cannot be copied or pickled: its weights live in the engine; "
+    "a model that an engine has adopted cannot be copied or pickled: its weights live in the engine; "
     "copy it before Engine(model), or load engine.state_dict() into a new one"
 )
 
-# What tells of a tensor without its values, or makes a new one of its shape.
+# Methods that need no values, or make a new tensor of the same shape.
 TOLD = {
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_floating_point",
     "is_complex", "is_contiguous", "is_signed", "is_inference", "is_pinned", "is_shared", "is_conj", "is_neg", "get_device",
@@ -36,12 +36,12 @@ TOLD = {
 CASTS = {
     "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64,
 }  # fmt: skip
-VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that make a view of a tensor, and need its values to be there
+VIEWS = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that make a view, and so need values
 VALUES = {"data", *VIEWS}
 
 
-class StandIn(nn.Parameter):
-    """A parameter without values. `held` is None until the engine has its weight."""
+class EmptyParameter(nn.Parameter):
+    """A parameter without values. `held` is None until the engine has adopted its weight."""
 
     held: Held | None = None
 
@@ -49,8 +49,8 @@ class StandIn(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        mine = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, StandIn)), None)
-        if mine is None or mine.held is None:  # the engine is being built, and may touch it
+        mine = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, EmptyParameter)), None)
+        if mine is None or mine.held is None:  # the engine is being built, and may access it
             pass
         elif name in ("__get__", "__set__"):
             attribute = func.__self__.__name__
@@ -93,7 +93,7 @@ class StandIn(nn.Parameter):
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Whom a stand-in stands for."""
+    """The engine's weight that an empty parameter refers to."""
 
     name: str
     weight: nn.Parameter
@@ -101,31 +101,30 @@ class Held:
     device: torch.device
 
 
-def stand_in_for(parameter: nn.Parameter, name: str, dtype: torch.dtype) -> StandIn:
-    """The parameter object itself, emptied. If something prevents that, a new object, and a warning."""
-    made = StandIn(torch.empty(parameter.shape, dtype=dtype, device="meta"), requires_grad=parameter.requires_grad)
+def emptied(parameter: nn.Parameter, name: str, dtype: torch.dtype) -> EmptyParameter:
+    """Empties the parameter object in place. If something prevents that, makes a new object and warns."""
+    made = EmptyParameter(torch.empty(parameter.shape, dtype=dtype, device="meta"), requires_grad=parameter.requires_grad)
     vars(made).update({key: value for key, value in vars(parameter).items() if key != "held"})
     try:
         swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        warnings.warn(
+        warn(
             f"{name}: something else holds this parameter ({str(error).splitlines()[0]}); "
-            "what is done through it has no effect on the engine's weight",
-            stacklevel=6,
+            "what is done through it has no effect on the engine's weight"
         )
         return made
-    assert isinstance(parameter, StandIn)
+    assert isinstance(parameter, EmptyParameter)
     return parameter
 
 
-def refuse(stand_in: StandIn | None, what: str) -> NoReturn:
-    name = stand_in.held.name if stand_in is not None and stand_in.held is not None else "a parameter"
+def refuse(empty: EmptyParameter | None, what: str) -> NoReturn:
+    name = empty.held.name if empty is not None and empty.held is not None else "a parameter"
     raise RunError(f"{name}: '{what}' has no values to work on between steps, since the weights live in the engine; {OPEN}")
 
 
-def _converted(stand_in: StandIn | None, name: str, args: Any, kwargs: Any) -> StandIn:
-    """A conversion to what the weight is already does nothing."""
-    assert stand_in is not None
+def _converted(empty: EmptyParameter | None, name: str, args: Any, kwargs: Any) -> EmptyParameter:
+    """Accepts a conversion to the dtype and device that the weight already has; raises for others."""
+    assert empty is not None
     with torch._C.DisableTorchFunctionSubclass():
         if name == "to":
             device, dtype, _, _ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
@@ -133,15 +132,15 @@ def _converted(stand_in: StandIn | None, name: str, args: Any, kwargs: Any) -> S
             device, dtype = None, CASTS[name]
         else:
             device, dtype = torch.device("cpu") if name == "cpu" else torch.device("cuda", *args[:1]), None
-        held, mine = stand_in.held, stand_in.dtype
+        held, mine = empty.held, empty.dtype
     there = held.device if held is not None else None
     same_device = device is None or (
         there is not None and device.type == there.type and (device.index is None or device.index == there.index)
     )
     if same_device and dtype in (None, mine):
-        return stand_in
-    asked = " and ".join(str(what) for what in (dtype, device) if what is not None)
+        return empty
+    wanted = " and ".join(str(what) for what in (dtype, device) if what is not None)
     raise RunError(
         f"{held.name if held is not None else 'a parameter'}: the engine's weights are {mine} on {there} and cannot be converted "
-        f"to {asked}; choose Engine(model, precision=..., device=...) when you build it. {OPEN}"
+        f"to {wanted}; choose Engine(model, precision=..., device=...) when you build it. {OPEN}"
     )

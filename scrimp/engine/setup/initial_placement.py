@@ -1,5 +1,4 @@
-"""Whether model data fits, before anything is allocated: the largest layer on the device, all homes on host and disk; and the
-least budgets with which it does."""
+"""The initial placement of all layers on host, disk or device, and the least budgets with which one exists; allocates nothing."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ from scrimp.ledger import format_least, format_nbytes
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """So many layers are away from the host; what one rank then needs on each tier. `streaming_nbytes`: host memory that the
-    masters and states of a layer on disk pass through, `stage_nbytes` a tile of them."""
+    """A placement with `away` layers off the host, and what one rank then needs on each tier. `streaming_nbytes`: host buffers
+    for masters and states of layers on disk; `stage_nbytes`: one tile of them."""
 
     away: int
     host_nbytes: int
@@ -46,11 +45,11 @@ class Placement:
 
     @property
     def needed_nbytes(self) -> int:
-        """On the host."""
+        """Bytes on the host."""
         return self.host_nbytes + self.streaming_nbytes
 
     def staged_nbytes(self, room_nbytes: int) -> int:
-        """What updates from the disk take of a host of this size: as many stages as there is room for."""
+        """Bytes of host buffers for updates from disk: as many staging buffers as fit."""
         if not self.stage_nbytes:
             return self.streaming_nbytes
         stages = max(1, min(STAGES, (room_nbytes - self.host_nbytes) // self.stage_nbytes))
@@ -58,8 +57,8 @@ class Placement:
 
 
 class Fit:
-    """`residual`: what a sparse exchange keeps of each layer on the host. `world`: ranks that share homes, `ranks_here`: ranks
-    that share the host."""
+    """Chooses the initial placement. `residual`: format of the residuals that a sparse exchange keeps on the host. `world`: ranks
+    that shard model data. `ranks_here`: ranks on this host."""
 
     def __init__(
         self, table: ChunkTable, budget: Budget, *, precision: str, optimizer: Optimizer, micro_batches: int, world: int,
@@ -78,8 +77,8 @@ class Fit:
         self.room_nbytes = budget.host_nbytes // ranks_here  # this rank's share of the host
 
     def places(self) -> list[Tier]:
-        """Where each layer's home is at first: on the host; if that is full, with its masters and states on disk, last layers
-        first; without a disk on the device, first layers first, which leaves room for one more layer at least."""
+        """The first tier of each layer: the host. If that is full, the last layers go to disk with their masters and states.
+        Without a disk the first layers go to the device, which leaves room there for at least one more layer."""
         self._check_device()
         found = self._first(self.room_nbytes)
         if found is None:
@@ -91,8 +90,8 @@ class Fit:
         return [DEVICE] * away + [HOST] * (count - away)
 
     def least_host_nbytes(self, offloaded_nbytes: int = 0, *, on_device: int | None = None) -> int:
-        """The least `Memory(host=...)` that leaves so much of each rank's share for activations, with no more than so many
-        homes on the device. A larger host takes more homes and more stages first, so that not every larger one does."""
+        """The least `Memory(host=...)` that leaves so many bytes of each rank's share for activations, with at most so many
+        layers on the device. Not every larger host works, because a larger host first takes more layers and staging buffers."""
         rooms = []
         for placement in self._allowed():
             if self._budget.disk is None and on_device is not None and placement.away > on_device:
@@ -111,7 +110,7 @@ class Fit:
         return next((found for found in self._allowed() if found.needed_nbytes <= room_nbytes), None)
 
     def _allowed(self) -> Iterator[Placement]:
-        """As the tiers beside the host allow, the most on the host first."""
+        """Placements that the other tiers allow, the most layers on the host first."""
         if self._budget.disk is not None:
             yield from self._on_disk()
             return
@@ -144,13 +143,13 @@ class Fit:
         yield Placement(away=0, host_nbytes=host, device_nbytes=device)
         for k, row in enumerate(self._rows):
             placement = sum(row) + self._kept[k]
-            # With one rank a home on the device is the layer's own storage.
+            # With one rank a layer placed on the device is its own storage.
             device += placement + (0 if self._world == 1 else self._table.layers[k].numel * self._dtypes[k].itemsize)
             host -= placement
             yield Placement(away=k + 1, host_nbytes=host, device_nbytes=device)
 
     def _needed(self, layer: LayerSpace) -> int:
-        """What must be on the device while a layer runs."""
+        """Bytes that must be on the device while a layer runs."""
         return sum(self._table.layers[other].numel * self._dtypes[other].itemsize for other in layer.needs)
 
     # Errors.
@@ -195,7 +194,7 @@ class Fit:
             words = (
                 f"Even with all masters and states on disk {format_nbytes(weights + gradients + streaming)} of model data "
                 f"must be on this rank's host (weights {format_nbytes(weights)}, gradients {format_nbytes(gradients)}, "
-                f"{format_nbytes(streaming)} that masters and states pass through), its share of the host budget is "
+                f"{format_nbytes(streaming)} to stream masters and states), its share of the host budget is "
                 f"{self._share()}. The least that works is Memory(host='{format_least(least)}'); more ranks need less each"
             )
         else:
@@ -215,7 +214,7 @@ class Fit:
                 f"{format_least(disk.disk_nbytes * self.ranks_here)} free in the folder; or more ranks"
             )
         return FitError(
-            words + ("; AdamW(state='int8') takes less, and is other mathematics" if smaller else ""),
+            words + ("; AdamW(state='int8') takes less, but changes numerical results" if smaller else ""),
             least_nbytes=least,
             tier="host",
         )

@@ -1,9 +1,9 @@
-"""Values for what is on meta, by the model's own means, as its construction would have made them.
+"""Initialises parameters and buffers that are on meta, by the model's own means, as its constructor would.
 
-A model that has `_init_weights(module)` (Hugging Face's way, and many others') is asked to fill module by module from the
-leaves up, which is how it fills itself; a module above may fill what lies below it once more. Otherwise, and for what
-that leaves out, a module's `reset_parameters` is called. Buffers that are computed from a `config` alone are made by
-constructing their module again. What nobody filled is an error, not garbage: it is known by the mark it began with.
+A model with `_init_weights(module)` (as in Hugging Face) fills module by module from the leaves up, which is how it fills itself;
+a parent module may fill its children once more. Otherwise, and for what that leaves out, `reset_parameters` of the module fills
+it. Buffers that depend on a `config` alone are made by constructing their module again. Every tensor starts with a marker value,
+so a tensor that nothing filled is found and raises an error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Made: TypeAlias = dict[str, torch.Tensor]
 
 
 def fill(model: nn.Module, made: dict[str, Made]) -> None:
-    """`made` has, by module and attribute, what is new and already stands in the model; all else of the model that must
-    not change is on meta, where filling does nothing."""
+    """`made`: by module and attribute, new tensors that are already in the model. Everything else that must not change is on
+    meta, where filling does nothing."""
     above = {path.rsplit(".", k)[0] for path in made if path for k in range(path.count(".") + 1)} | {""}
     for tensors in made.values():
         for tensor in tensors.values():
@@ -53,12 +53,12 @@ def _own_init(module: nn.Module) -> Fill | None:
     try:
         inspect.signature(init).bind(module)
     except TypeError:
-        return None  # another function of that name: it does not take a module
+        return None  # another function of that name, which does not take a module
     return init  # type: ignore[no-any-return]
 
 
 def _reset(module: nn.Module, tensors: Made) -> None:
-    """What is filled already stays as it is."""
+    """Calls `reset_parameters`, but preserves tensors that are already filled."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is None:
         return
@@ -83,7 +83,7 @@ def _rest(module: nn.Module, path: str, tensors: Made) -> None:
 
 
 def _rebuild(module: nn.Module, tensors: Made) -> None:
-    """Buffers of a module that is made from a config and nothing else."""
+    """Fills buffers of a module whose constructor takes only a config."""
     config = getattr(module, "config", None)
     names = [name for name, tensor in tensors.items() if not _filled(tensor)]
     needs = {*inspect.signature(type(module).__init__).parameters} - {"self", "device"}
@@ -107,7 +107,7 @@ def _mark(tensor: torch.Tensor) -> None:
 
 
 def _filled(tensor: torch.Tensor) -> bool:
-    if tensor.dtype == torch.bool:  # no value is a mark there: any write counts
+    if tensor.dtype == torch.bool:  # has no spare value for a marker, so any write counts
         return tensor._version != tensor._scrimp_version  # type: ignore[no-any-return, attr-defined]
     unfilled = tensor.isnan() if tensor.is_floating_point() or tensor.is_complex() else tensor == _odd(tensor.dtype)
     return not bool(unfilled.any())

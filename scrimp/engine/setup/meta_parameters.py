@@ -1,7 +1,8 @@
-"""What stands in the model between steps: its weights are not on the device then, and whoever read them there would crash
-the process. So a stand-in on meta has each parameter's place, its shape and dtype, and no values.
+"""Puts empty meta parameters into the model between steps, and weights during a step.
 
-What was done to the module tree meanwhile, and the engine cannot follow, is refused before a step begins.
+Between steps the weights are not on the device, and reading them there would crash the process. So the model has, in place of
+each parameter, an object on meta with its shape and dtype and no values. Before a step begins, changes to the module tree that
+the engine cannot follow raise an error.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ ANEW = "after such a change build a new model and Engine: engine.save(folder), E
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seat:
+class _Entry:
+    """One name of one parameter in the module tree."""
+
     module: nn.Module
     attribute: str
     name: str
     weight: nn.Parameter
-    stand_in: nn.Parameter
+    empty: nn.Parameter
     references: list[Set]
 
     def put(self, parameter: nn.Parameter) -> None:
@@ -39,7 +42,7 @@ class _Seat:
 
 
 class MetaParameters:
-    """`weights` are the parameters that the engine trains, by every name they have."""
+    """`weights` are the parameters that the engine trains, under every name they have."""
 
     def __init__(
         self,
@@ -51,34 +54,34 @@ class MetaParameters:
     ) -> None:
         self._model = model
         self._inside = False
-        self._full: dict[int, nn.Parameter] = {}  # by the id of the weight: full parameters that stand in the model now
+        self._full: dict[int, nn.Parameter] = {}  # by the id of the weight: full parameters that are in the model now
         self._modules = list(model.modules())
         self._size = self._count()
-        self._seats = []
+        self._entries = []
         for name, weight in weights.items():
             path, _, attribute = name.rpartition(".")
-            stand_in = taken.meta_parameters[id(weight)]
-            if stand_in.held is None or stand_in.held.weight is not weight:
-                stand_in.held = Held(name=name, weight=weight, hooks=hooks, device=device)
+            empty = taken.meta_parameters[id(weight)]
+            if empty.held is None or empty.held.weight is not weight:
+                empty.held = Held(name=name, weight=weight, hooks=hooks, device=device)
             module = model.get_submodule(path)
-            seat = _Seat(
+            entry = _Entry(
                 module=module,
                 attribute=attribute,
                 name=name,
                 weight=weight,
-                stand_in=stand_in,
+                empty=empty,
                 references=taken.references[id(weight)],
             )
-            self._seats.append(seat)
+            self._entries.append(entry)
         model.register_forward_pre_hook(self._called)
         model.register_state_dict_pre_hook(self._asked)  # type: ignore[no-untyped-call]
         model.register_load_state_dict_pre_hook(self._given)  # type: ignore[no-untyped-call]
         apply = model._apply
 
         def converted(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-            for seat in self._seats:  # before any buffer is
-                if not self._full and not self._inside and fn(seat.stand_in) is not seat.stand_in:
-                    refuse(seat.stand_in, getattr(fn, "__name__", "apply"))  # type: ignore[arg-type]
+            for entry in self._entries:  # before any buffer is converted
+                if not self._full and not self._inside and fn(entry.empty) is not entry.empty:
+                    refuse(entry.empty, getattr(fn, "__name__", "apply"))  # type: ignore[arg-type]
             return apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
         model._apply = converted  # type: ignore[method-assign]
@@ -86,10 +89,10 @@ class MetaParameters:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """The weights themselves are in the model."""
+        """Inside, the weights themselves are in the model."""
         self._check()
-        for seat in self._seats:
-            seat.put(seat.weight)
+        for entry in self._entries:
+            entry.put(entry.weight)
         self._inside = True
         try:
             yield
@@ -99,16 +102,16 @@ class MetaParameters:
 
     @contextmanager
     def full(self, parameters: Mapping[int, nn.Parameter]) -> Iterator[None]:
-        """Full parameters are in the model, by the id of their weights; at the end each is checked to be still what it was."""
+        """Inside, full parameters are in the model, by the id of their weights. At the end each must still be the same."""
         self._check()
-        chosen = [(seat, parameters[id(seat.weight)]) for seat in self._seats if id(seat.weight) in parameters]
-        for seat, parameter in chosen:
-            seat.put(parameter)
+        chosen = [(entry, parameters[id(entry.weight)]) for entry in self._entries if id(entry.weight) in parameters]
+        for entry, parameter in chosen:
+            entry.put(parameter)
         self._full = dict(parameters)
         try:
             yield
-            for seat, parameter in chosen:
-                _still(seat, parameter)
+            for entry, parameter in chosen:
+                _still(entry, parameter)
         finally:
             self._full = {}
             self._leave()
@@ -121,8 +124,8 @@ class MetaParameters:
             )
 
     def _leave(self) -> None:
-        for seat in self._seats:
-            seat.put(seat.stand_in)
+        for entry in self._entries:
+            entry.put(entry.empty)
 
     def _count(self) -> int:
         return sum(len(module._parameters) + len(module._modules) for module in self._modules)
@@ -132,17 +135,17 @@ class MetaParameters:
         if self._inside:
             raise RunError("engine.step or engine.evaluate was called by the model that it is running")
         with torch._C.DisableTorchFunctionSubclass():
-            for seat in self._seats:
-                now = seat.module._parameters.get(seat.attribute)
-                if now is not seat.stand_in:
-                    raise RunError(f"parameter {seat.name} was replaced or removed after Engine took the model over; {ANEW}")
-                if now.requires_grad != seat.weight.requires_grad:
+            for entry in self._entries:
+                now = entry.module._parameters.get(entry.attribute)
+                if now is not entry.empty:
+                    raise RunError(f"parameter {entry.name} was replaced or removed after Engine adopted the model; {ANEW}")
+                if now.requires_grad != entry.weight.requires_grad:
                     raise RunError(
-                        f"requires_grad of {seat.name} is {now.requires_grad}, it was {seat.weight.requires_grad} when Engine "
-                        f"took the model over, and what is trained has its place by that; {ANEW}"
+                        f"requires_grad of {entry.name} is {now.requires_grad}, it was {entry.weight.requires_grad} when Engine "
+                        f"adopted the model, and its memory was laid out by that; {ANEW}"
                     )
         if self._count() != self._size:
-            raise RunError(f"modules or parameters were added to the model, or removed, after Engine took it over; {ANEW}")
+            raise RunError(f"modules or parameters were added to the model, or removed, after Engine adopted it; {ANEW}")
 
     def _called(self, module: nn.Module, args: Any) -> None:
         if not self._inside:
@@ -166,15 +169,15 @@ class MetaParameters:
             )
 
 
-def _still(seat: _Seat, parameter: nn.Parameter) -> None:
-    now = seat.module._parameters.get(seat.attribute)
+def _still(entry: _Entry, parameter: nn.Parameter) -> None:
+    now = entry.module._parameters.get(entry.attribute)
     if now is not parameter:
-        raise RunError(f"{seat.name} was replaced inside engine.full_parameters(); edit it in place: parameter.data.copy_(...)")
-    want = (torch.float32, torch.device("cpu"), seat.weight.shape, seat.weight.requires_grad)
+        raise RunError(f"{entry.name} was replaced inside engine.full_parameters(); edit it in place: parameter.data.copy_(...)")
+    want = (torch.float32, torch.device("cpu"), entry.weight.shape, entry.weight.requires_grad)
     got = (now.dtype, now.device, now.shape, now.requires_grad)
     if got != want:
         raise RunError(
-            f"{seat.name} is {_words(got)} at the end of engine.full_parameters(), it was {_words(want)}; "
+            f"{entry.name} is {_words(got)} at the end of engine.full_parameters(), it was {_words(want)}; "
             "only values may be edited"
         )
 

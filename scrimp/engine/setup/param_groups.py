@@ -1,4 +1,4 @@
-"""Tensors in an optimizer's groups, by the names that a model has for them."""
+"""Replaces tensors in an optimizer's parameter groups by their names in the model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from scrimp.errors import RunError
 
 
 def named(optimizer: Optimizer, model: nn.Module) -> Optimizer:
-    """Before the model is taken over: its parameters are others afterwards. What is not trained is left out, as torch leaves
-    alone what has no gradient."""
+    """Names in place of tensors. Call it before the model is adopted, which replaces its parameters. Frozen parameters are left
+    out, as torch ignores parameters without gradient."""
     groups: Any = optimizer.groups
     if all(isinstance(chosen, str) for chosen, _ in groups):
         return optimizer

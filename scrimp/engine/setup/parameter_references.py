@@ -1,7 +1,7 @@
-"""Where modules keep their parameters besides `_parameters`: in a plain attribute, a list or a dict of their own.
+"""Finds references to parameters outside `_parameters`: in plain attributes, lists and dicts of modules.
 
-`nn.RNNBase` does: its forward reads a list. Such a reference must follow the parameter, or the module would go on with an
-object that the engine has emptied.
+`nn.RNNBase` has them: its forward reads a list. Such a reference must follow the parameter, or the module would use an object
+that the engine has emptied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Set = Callable[[nn.Parameter], None]
 
 
 def references(model: nn.Module, parameters: set[int]) -> dict[int, list[Set]]:
-    """By the id of each of these parameters: what puts another object in its place, one function for each reference."""
+    """By the id of each parameter: one setter for each reference, which puts another object in its place."""
     found: dict[int, list[Set]] = {}
     for module in model.modules():
         forget_weak_references(module)

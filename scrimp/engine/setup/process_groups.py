@@ -1,4 +1,4 @@
-"""Which ranks train together: the default process group if there is one, one made under torchrun, else this process alone."""
+"""The ranks that train together: the default process group, or one made under torchrun, or this process alone."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def join_world(device: torch.device) -> Wire:
 
 
 def world_timeout(wire: Wire) -> timedelta | None:
-    """Of collectives of all ranks."""
+    """Timeout of collectives of all ranks."""
     return group_timeout(dist.group.WORLD, wire.device)
 
 
 def separate(wire: Wire) -> Wire:
-    """The same ranks in a group of their own, for collectives that another thread makes."""
+    """The same ranks in a separate group, for collectives of another thread."""
     if wire.world == 1:
         return Wire()
     group = dist.new_group(timeout=group_timeout(dist.group.WORLD, wire.device))
@@ -45,15 +45,15 @@ def separate(wire: Wire) -> Wire:
 
 
 def leave(wire: Wire) -> None:
-    """End a group that `separate` or `nodes` made. Gloo's threads for it look for messages a hundred times a second, used or
+    """End a group that `separate` or `nodes` made. Its gloo threads would poll for messages a hundred times a second, used or
     not."""
     if wire.group is not None and dist.is_initialized():
-        with suppress(ValueError, AssertionError):  # the user has ended all groups already
+        with suppress(ValueError, AssertionError):  # the user has already destroyed all groups
             end_group(wire.group)
 
 
 def who_shares(wire: Wire, mesh: Mesh | None, *, sparse: bool) -> tuple[Wire, Wire]:
-    """The ranks that share homes with this one, and those with which it exchanges few entries, which is done apart."""
+    """The ranks that shard model data with this one, and those of its sparse exchange, which has a separate group."""
     if mesh is not None and mesh.size != wire.world:
         raise RunError(f"{mesh} has {mesh.size} ranks, and {wire.world} are here")
     if not sparse:
@@ -66,13 +66,13 @@ def who_shares(wire: Wire, mesh: Mesh | None, *, sparse: bool) -> tuple[Wire, Wi
 
 
 def nodes(wire: Wire, mesh: Mesh) -> tuple[Wire, Wire]:
-    """For a mesh of nodes and GPUs, row by row: the ranks of my node, and those of my place in all nodes."""
+    """For a mesh of nodes and GPUs, row by row: the ranks of this node, and those of the same position in all nodes."""
     here, across = Wire(), Wire()
     (_, count), (_, gpus) = mesh.axes
     timeout = group_timeout(dist.group.WORLD, wire.device) if wire.world > 1 else None
     rows = [[node * gpus + place for place in range(gpus)] for node in range(count)]
     columns = [[node * gpus + place for node in range(count)] for place in range(gpus)]
-    for ranks in [*rows, *columns] if wire.world > 1 else ():  # everybody makes every group
+    for ranks in [*rows, *columns] if wire.world > 1 else ():  # every rank must create every group
         group = dist.new_group(ranks, timeout=timeout)
         if wire.rank in ranks and len(ranks) > 1:
             made = Wire(world=len(ranks), rank=ranks.index(wire.rank), group=group, device=wire.device)
@@ -81,12 +81,12 @@ def nodes(wire: Wire, mesh: Mesh) -> tuple[Wire, Wire]:
 
 
 def agreed(wire: Wire, rates: Rates) -> Rates:
-    """Rank 0's: what is chosen by them must be the same everywhere."""
+    """Rank 0's rates, because all ranks must plan with the same ones."""
     return Rates(**dict(zip(asdict(rates), wire.from_first(torch.tensor([*asdict(rates).values()])).tolist(), strict=True)))
 
 
 def least_of_all(wire: Wire, budget: Budget) -> Budget:
-    """Every rank plans for the smallest budget: they must all do the same."""
+    """The minimum of all ranks' budgets, because all ranks must plan alike."""
     free = 0 if budget.disk_free_nbytes is None else budget.disk_free_nbytes
     mine = torch.tensor([budget.device_nbytes, budget.plan_nbytes, budget.host_nbytes, free])
     device, plan, host, free = wire.every(mine).amin(0).tolist()
@@ -95,18 +95,18 @@ def least_of_all(wire: Wire, budget: Budget) -> Budget:
 
 
 def ranks_here(wire: Wire) -> int:
-    """How many of the ranks share this host."""
+    """Number of ranks on this host."""
     name = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
     mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
     return int((wire.every(mine) == mine).all(1).sum())
 
 
 def share_buffers(wire: Wire, model: nn.Module) -> None:
-    """As DDP does before a forward: every rank starts from rank 0's buffers."""
+    """Broadcast rank 0's buffers, as DDP does before a forward."""
     if wire.world == 1:
         return
     for name, buffer in model.named_buffers():
         try:
             dist.broadcast(buffer, src=0)
         except RuntimeError as error:
-            raise MoveError(f"buffer {name} of rank 0 did not come: {error}") from error
+            raise MoveError(f"buffer {name} of rank 0 did not arrive: {error}") from error

@@ -1,11 +1,10 @@
-"""Modules that need something else than to be run: refused with the way out, or changed with a warning."""
+"""Modules that the engine cannot run as they are: refused with a remedy, or changed with a warning."""
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 
+from scrimp._warnings import warn
 from scrimp.engine.setup.compiled_private import compiled
 from scrimp.errors import RunError
 
@@ -13,7 +12,7 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_modules(model: nn.Module) -> None:
-    """At construction."""
+    """Checks the model when Engine is built."""
     refuse_compiled(model)
     for path, module in model.named_modules():
         if isinstance(module, EMBEDDINGS) and module.max_norm is not None:
@@ -25,7 +24,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """At construction and before every step: a module may be compiled at any time."""
+    """Raises if a module is compiled. Runs at construction and before every step, as a module may be compiled at any time."""
     found = compiled(model)
     if found is None:
         return
@@ -38,16 +37,15 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def dense_embeddings(model: nn.Module) -> None:
-    """Embeddings with sparse=True become dense: the engine's gradients stand where weights stood, all rows of them."""
+    """Makes embeddings with sparse=True dense, because a gradient reuses the whole buffer of its weight."""
     sparse = {path: module for path, module in model.named_modules() if isinstance(module, EMBEDDINGS) and module.sparse}
     for module in sparse.values():
         module.sparse = False
     if sparse:
         names = ", ".join(map(repr, [*sparse][:3])) + (f" and {len(sparse) - 3} more" if len(sparse) > 3 else "")
-        warnings.warn(
+        warn(
             f"sparse=True of {names} is now sparse=False: the engine trains embeddings with dense gradients, with the numbers "
-            "of sparse=False in plain PyTorch; set sparse=False in the model, and this warning goes",
-            stacklevel=4,
+            "of sparse=False in plain PyTorch; set sparse=False in the model, and this warning goes"
         )
 
 

@@ -1,8 +1,8 @@
-"""Which tensor of the weights is which of the model: the same names, but for tied ones and a base model's prefix.
+"""Matches names of a state dict with those of the model; they may differ by tied names and by a base model's prefix.
 
-A tied parameter has several names in the model; files mostly hold one of them. A Hugging Face model with a head keeps its
-base model under `base_model_prefix`: a file of the base model alone lacks the prefix, and one of a model with a head has
-it where the base model does not.
+A tied parameter has several names in the model, and files mostly hold one of them. A Hugging Face model with a head has its base
+model under `base_model_prefix`: a file of the base model alone lacks the prefix, and a file of a model with a head has it where
+the base model does not.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from scrimp.engine.setup.weight_sources import Weights
 from scrimp.errors import RunError
 
 SHOWN = 5
-OLD_BUFFER = r"rotary_emb\.inv_freq$"  # computed, but stored by old versions of transformers in every layer
+OLD_BUFFER = r"rotary_emb\.inv_freq$"  # computed, but old versions of transformers stored it in every layer
 
 
 class Match:
-    """`read(name)` gives the values of a parameter or a persistent buffer by the first name that it has in the model."""
+    """Reads values by model name: `read(name)` takes the first name that a parameter or persistent buffer has in the model."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         self.weights = weights
@@ -91,7 +91,7 @@ def _groups(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 
 
 def _prefix(model: nn.Module, held: dict[str, tuple[int, ...]]) -> tuple[Callable[[str], str], Callable[[str], bool]]:
-    """How a name of the model is called in the weights, and whether a name there is the model's business at all."""
+    """Maps a model name to its name in the weights, and tells whether a name in the weights concerns the model."""
     prefix = getattr(model, "base_model_prefix", None)
     if isinstance(prefix, str) and prefix:
         dotted = f"{prefix}."
@@ -104,7 +104,7 @@ def _prefix(model: nn.Module, held: dict[str, tuple[int, ...]]) -> tuple[Callabl
 
 
 def _ignored(model: nn.Module) -> Callable[[str], bool]:
-    """What the model itself says may be left lying in a file: masks and the like that old versions stored."""
+    """Names that the model declares ignorable in a file, such as masks that old versions stored."""
     patterns = {OLD_BUFFER} if hasattr(model, "base_model_prefix") else set()
     for module in model.modules():
         patterns.update(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())

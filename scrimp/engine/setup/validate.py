@@ -1,4 +1,4 @@
-"""What an engine may be asked for."""
+"""Validates the arguments of `Engine`, and resolves their short forms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def optimizer_of(given: Optimizer | str | None) -> Optimizer:
-    """The optimizer, or that of a name, with its default settings."""
+    """The optimizer; a name means its default settings."""
     if isinstance(given, str):
         if given not in OPTIMIZERS:
             raise RunError(
@@ -61,7 +61,7 @@ def check_exchange(exchange: Dense | Sparse | None, optimizer: Optimizer, precis
     if not isinstance(exchange, Sparse):
         raise RunError(f"exchange={exchange!r}: give scrimp.Dense() or scrimp.Sparse(density=...)")
     if memory.disk is not None:
-        raise RunError(f"Memory(disk={str(memory.disk)!r}) with Sparse is not possible: moments are read entry by entry")
+        raise RunError(f"Memory(disk={str(memory.disk)!r}) with Sparse is not possible: it reads optimizer states entry by entry")
     if precision == "fp16":
         raise RunError("precision='fp16' with Sparse is not possible: an overflow would be found too late; use 'bf16' or 'fp32'")
     if optimizer.state != "fp32":
@@ -75,22 +75,22 @@ def check_exchange(exchange: Dense | Sparse | None, optimizer: Optimizer, precis
                 raise RunError(f"SGD({name}={given[name]!r}) with Sparse is not possible: momentum is taken before the exchange")
 
 
-def pick_device(asked: str | torch.device | None) -> torch.device:
-    """The one asked for; else this rank's GPU, where there are any; else the CPU."""
+def pick_device(requested: str | torch.device | None) -> torch.device:
+    """The requested device; else this rank's GPU if there is one; else the CPU."""
     try:
-        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise RunError(f"device {str(asked)!r} is neither 'cuda' nor 'cpu', nor one GPU, such as 'cuda:1'") from error
+        raise RunError(f"device {str(requested)!r} is neither 'cuda' nor 'cpu', nor one GPU, such as 'cuda:1'") from error
     if device.type == "cpu":
         return device
     if device.type != "cuda":
         raise RunError(f"device {str(device)!r} is neither 'cuda' nor 'cpu'")
     if not torch.cuda.is_available():
         raise RunError(
-            f"device {str(device)!r} was asked for, and torch {torch.__version__} finds no CUDA device; `scrimp doctor` says more"
+            f"device {str(device)!r} was requested, and torch {torch.__version__} finds no CUDA device; `scrimp doctor` says more"
         )
     if device.index is not None and device.index >= torch.cuda.device_count():
-        raise RunError(f"device {str(device)!r} was asked for, and there are {torch.cuda.device_count()} GPUs, from 'cuda:0' on")
+        raise RunError(f"device {str(device)!r} was requested, and there are {torch.cuda.device_count()} GPUs, from 'cuda:0' on")
     if device.index is None:
         local = int(os.environ.get("LOCAL_RANK", -1))
         device = torch.device("cuda", local if 0 <= local < torch.cuda.device_count() else torch.cuda.current_device())

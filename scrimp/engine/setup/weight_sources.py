@@ -1,7 +1,7 @@
-"""Weights from outside: a mapping, a .safetensors file, or a folder in Hugging Face form; one tensor at a time.
+"""Sources of weights: a mapping, a .safetensors file, or a Hugging Face folder; read one tensor at a time.
 
-A file is opened anew for every tensor: an open one keeps every page that was ever read mapped, which in the end is a
-second copy of the model in memory. Nothing is ever unpickled.
+A file is reopened for every tensor, because an open one keeps every page that was read mapped, which would become a second copy
+of the model in memory. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class Weights(Protocol):
-    """Named tensors. `where` is how messages call them, `shapes` has every name."""
+    """Named tensors. Error messages call them `where`; `shapes` has every name."""
 
     where: str
     shapes: dict[str, tuple[int, ...]]
@@ -49,7 +49,7 @@ def open_weights(source: Source) -> Weights:
 
 
 class _Given:
-    """A state dict."""
+    """Weights from a state dict."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.where = "the state dict"
@@ -65,7 +65,7 @@ class _Given:
 
 
 class _Files:
-    """One or several .safetensors files; `files` says which tensor is in which."""
+    """Weights from one or several .safetensors files; `files` maps each tensor to its file."""
 
     def __init__(self, where: str, files: dict[str, Path]) -> None:
         self.where = where

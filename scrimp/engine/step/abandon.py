@@ -1,7 +1,7 @@
-"""Undoing a step that failed before its update: weights again where gradients stood, nothing of the graph left.
+"""Undoes a step that failed before its update: restores weights that gradients overwrote, and frees the autograd graph.
 
-A backward that failed leaves nodes behind: torch keeps those that were still to run in a queue of the calling thread, and with
-them the graph and its activations, until another backward takes them out.
+torch keeps the nodes that a failed backward did not run in a queue of the calling thread, and with them the graph and its
+activations, until another backward removes them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class StepAgain(Exception):  # noqa: N818
 
 
 class Leftovers:
-    """The queue is taken from its newest node to its oldest: the backward of a node that is older than all of the step's takes
-    out everything that the step left there."""
+    """Clears that queue. torch runs it from the newest node to the oldest, so the backward of a node that is older than the step
+    removes everything that the step left."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Before a step's first operator, in the thread that runs its backward."""
+        """Make the old node. Call this before a step's first operator, in the thread that runs its backward."""
         with torch.enable_grad():
-            self._oldest = torch.empty(0, requires_grad=True).clone()  # which takes no memory
+            self._oldest = torch.empty(0, requires_grad=True).clone()  # takes no memory
 
     def clear(self) -> None:
         torch.autograd.backward(self._oldest, torch.empty(0), retain_graph=True)
@@ -43,7 +43,7 @@ class Leftovers:
 
 def abandon(engine: Training) -> None:
     engine.rollback.clear()
-    gc.collect()  # graphs that failed half-way are cycles
+    gc.collect()  # a graph that failed half-way is a reference cycle
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()
     for parameter in engine.weights.values():
@@ -58,7 +58,7 @@ def abandon(engine: Training) -> None:
         raise
     if engine.pending and not engine._part_arrived:
         engine.ledger.reset_peak()
-        return  # this micro-batch changed nothing: the sum of those before it is whole
+        return  # this micro-batch changed nothing, so the accumulated gradients are intact
     engine.arrived.clear()
     engine.pending = 0
     engine.ledger.reset_peak()

@@ -1,9 +1,9 @@
-"""A step's gradients, tried until they fit: each attempt that fails is undone, and the next one takes less.
+"""Computes a step's gradients within the budget: a failed attempt is undone, and the next one takes less memory.
 
-attempt = prepare a plan for a batch of this shape; forward and backward
-    fits        -> the gradients are there, and nothing is updated yet
-    FitError    -> undo; evict homes, keep nothing, offload inputs; if nothing is left to try, find the least budget and raise
-    StepAgain   -> undo; the engine has learned something about the model
+attempt = look up the plan for this batch shape; forward and backward
+    fits        -> the gradients have arrived, and nothing is updated yet
+    FitError    -> undo; evict layers, keep no activations, offload inputs; then find the least budget and raise
+    StepAgain   -> undo; retry, because the engine has learned something about the model
     other error -> undo, and raise
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def gradients(engine: Training, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, torch.Tensor]:
-    """Of a whole batch in `micro_batches` parts, or of one part with those that are `pending`."""
+    """Gradients of a whole batch in `micro_batches` parts, or of one part that joins the `pending` ones."""
     try:
         if not engine.pending:
             share_buffers(engine.wire, engine.model)
@@ -44,8 +44,8 @@ def gradients(engine: Training, key: Signature, args: tuple[Any, ...], kwargs: d
             loss = engine.forward_backwards(plan, args, kwargs)
             break
         except FitError as error:
-            # No weight has changed yet. If there is a way that takes less, try that; not before this clause has
-            # ended: the error and its cause hold the frames, and they hold the activations that did not fit.
+            # No weight has changed yet, so a retry with less memory is possible. But only after this clause: the error and
+            # its cause hold the frames, which hold the activations that did not fit.
             reason = error.bare()
         except StepAgain as known:
             reason, words, unfit = None, str(known), known.unfit
@@ -63,7 +63,7 @@ def gradients(engine: Training, key: Signature, args: tuple[Any, ...], kwargs: d
         elif not engine.planning.spare(plan):
             recomputable = engine.recompute.recomputable
             reason = least_of_step(engine, reason, plan, args, kwargs)
-            if engine.recompute.recomputable == recomputable:  # else the trial found a way that has not been tried
+            if engine.recompute.recomputable == recomputable:  # else the trial found a variant that was not tried yet
                 raise reason
     engine.rollback.done(tracing=plan.choice is None)
     engine.residents.timing.end()

@@ -1,4 +1,4 @@
-"""The batch: its signature, its parts, and its way to the device."""
+"""The batch: its signature, its split into micro-batches, its transfer to the device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Signature = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def signature(args: Any, kwargs: Any) -> Signature:
-    """What decides how much memory a step takes: dtypes and shapes of the tensors, in order."""
+    """The key of a plan: dtypes and shapes of the tensors, in order. They decide how much memory a step takes."""
     leaves = tree_leaves((args, kwargs))
     return tuple((str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def covers(larger: Signature, smaller: Signature) -> bool:
-    """Whether a batch of the one takes at least the memory of the other: the same tensors, no dim smaller."""
+    """Whether the larger batch needs at least the memory of the smaller: the same tensors, no dim smaller."""
     return len(larger) == len(smaller) and all(
         a[0] == b[0] and len(a[1]) == len(b[1]) and all(x >= y for x, y in zip(a[1], b[1], strict=True))
         for a, b in zip(larger, smaller, strict=True)
@@ -28,7 +28,7 @@ def covers(larger: Signature, smaller: Signature) -> bool:
 
 
 def parts(args: Any, kwargs: Any, count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The batch in equal parts along dim 0 of every tensor."""
+    """Splits the batch into equal parts along dim 0 of every tensor."""
     if count == 1:
         yield args, kwargs
         return
@@ -45,7 +45,7 @@ def parts(args: Any, kwargs: Any, count: int) -> Iterator[tuple[tuple[Any, ...],
 
 
 def to_device(args: Any, kwargs: Any, device: torch.device, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Inputs on the device; floating-point ones in `dtype`, the precision of the weights they meet, or as they are."""
+    """Moves inputs to the device; floating-point ones are cast to `dtype`, the precision of the weights, unless it is None."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -57,7 +57,7 @@ def to_device(args: Any, kwargs: Any, device: torch.device, dtype: torch.dtype |
 
 
 def loss_of(out: Any) -> torch.Tensor:
-    """The scalar loss in what a model returned."""
+    """Finds the scalar loss in the model's output."""
     loss = out
     if isinstance(out, dict):
         loss = out.get("loss")

@@ -1,9 +1,8 @@
-"""Copies of a model's buffers: to put them back after a failed step, and to show a recomputation what the first forward saw.
+"""Copies of a model's buffers: to restore them after a failed step, and to give a recomputation the values of the first forward.
 
-A forward may write into a buffer (running statistics, spectral_norm) or put another tensor in its place. Versions do not
-show every write: batch norm's kernel and `buffer.data` go past them. So every small buffer is copied, whether or not it
-was ever seen to change. A large one (a mask, a table) is copied again only if it has changed once: by value in a tracing step, by
-its identity or version in any other.
+A forward may write into a buffer (running statistics, spectral_norm) or replace it. Version counters do not show every write:
+batch norm's kernel and `buffer.data` bypass them. So every small buffer is always copied. A large one (a mask, a table) is copied
+again only if it has changed once: detected by value in a tracing step, by identity or version in any other.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ LARGE_NBYTES = 256 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a module registers a buffer. One tensor may have several places."""
+    """A module's name for a buffer. One tensor may have several places."""
 
     module: nn.Module
     name: str
@@ -40,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Which tensor a place held, and its version: a cheap look at whether it was written or replaced since."""
+    """The tensor of a place and its version: a cheap check of whether it was written or replaced since."""
 
     place: Place
     buffer: torch.Tensor | None
@@ -89,8 +88,8 @@ def places(model: nn.Module) -> list[Place]:
 
 
 def copies(of: Iterable[Place], *, on_host: bool = False) -> list[Copy]:
-    """Of each tensor once, however many places it has. `on_host`: in memory of the engine's own, which no meter counts. A small
-    buffer of a GPU is copied there: a copy to the host would wait for the device."""
+    """Copies each tensor once, however many places it has. `on_host`: into the engine's own memory, which no meter counts. A
+    small buffer of a GPU is copied on the GPU, because a copy to the host would wait for the device."""
     made: list[Copy] = []
     values: dict[int, torch.Tensor] = {}
     for place in of:
@@ -107,7 +106,7 @@ def copies(of: Iterable[Place], *, on_host: bool = False) -> list[Copy]:
 
 @contextmanager
 def instead(of: Iterable[Copy]) -> Iterator[None]:
-    """The copies stand in their places. The buffers themselves are not touched, since autograd may have saved them."""
+    """Puts the copies into the model. The buffers themselves are not touched, because autograd may have saved them."""
     now = [Mark.of(copy.place) for copy in of]
     for copy in of:
         copy.place.module._buffers[copy.place.name] = copy.values
@@ -125,14 +124,14 @@ def instead(of: Iterable[Copy]) -> Iterator[None]:
 
 
 class Watch:
-    """The buffers of one layer around its first forward."""
+    """Copies and compares the buffers of one layer around its first forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._all = places(module)
-        self._changing: set[Place] = set()  # large ones that changed once
+        self._changing: set[Place] = set()  # large buffers that have changed once
 
     def before(self, *, tracing: bool) -> tuple[list[Copy], list[Mark]]:
-        """Copies of what may change, and marks of what is taken to be constant."""
+        """Copies of buffers that may change, and marks of those assumed constant."""
         if not self._all:
             return [], []
         constant = [place for place in self._all if place.large and place not in self._changing]
@@ -142,7 +141,7 @@ class Watch:
         return copies(left), [Mark.of(place) for place in constant]
 
     def after(self, made: list[Copy], marks: list[Mark]) -> list[Copy]:
-        """The copies that the recomputation needs. Raises `StepAgain` if a buffer changed of which there is no copy."""
+        """The copies that the recomputation needs. Raises `StepAgain` if a buffer without a copy changed."""
         moved = {mark.place for mark in marks if not mark.holds}
         if moved:
             self._changing |= moved

@@ -1,11 +1,10 @@
-"""What surrounds the model while it runs: weights in place, a metered batch, and the train or eval mode of each module.
+"""Contexts in which the model runs: weights in place, a metered batch, and the train or eval mode of each module.
 
-A step runs the model in the modes it finds, as a plain loop does: they are the user's.
+A step does not change the mode of any module, just as a plain training loop.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from scrimp._warnings import warn
 from scrimp.engine.setup.special_modules import refuse_compiled
 from scrimp.engine.step.phase import Phase
 from scrimp.errors import FitError
@@ -43,7 +43,7 @@ def running(engine: Training, args: Any, kwargs: Any, phase: Phase, metered: Abs
 
 @contextmanager
 def all_eval(model: nn.Module) -> Iterator[None]:
-    """Everything in eval mode, then each module again in its own."""
+    """Puts all modules in eval mode, then restores the mode of each."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -54,8 +54,6 @@ def all_eval(model: nn.Module) -> Iterator[None]:
 
 
 def warn_of_eval(model: nn.Module, step: int) -> None:
-    """Models from a library often come in eval mode; submodules in it, a frozen BatchNorm, are meant so."""
+    """Warns if the whole model is in eval mode, as libraries often return it. A submodule in eval mode is intentional."""
     if step == 0 and not model.training:
-        warnings.warn(
-            "the model is trained in eval mode: without dropout; call engine.model.train() if not meant so", stacklevel=4
-        )
+        warn("the model is trained in eval mode: without dropout; call model.train() if that is not intended")

@@ -1,4 +1,4 @@
-"""Where torch keeps the hooks of a parameter, by private names."""
+"""Access to the hooks of a parameter, which torch stores under private names."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def share_tensor_hooks(source: nn.Parameter) -> Callable[[nn.Parameter], None]:
 
 
 def post_accumulate_hooks(source: nn.Parameter) -> dict[int, Callable[[torch.Tensor], Any]] | None:
-    """The dict of `register_post_accumulate_grad_hook`, or None where there was never one."""
+    """The dict of `register_post_accumulate_grad_hook`, or None if there was never one."""
     return getattr(source, "_post_accumulate_grad_hooks", None)

@@ -1,4 +1,4 @@
-"""A layer's inputs between its forward and its recomputation: on the device, or parked on the host."""
+"""Inputs of a recomputed layer between its forward and its recomputation: kept on the device, or offloaded to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scrimp.ledger import format_nbytes
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """One tensor among the inputs: the places where it was passed, and where its elements are in its stretch of memory."""
+    """One tensor among the inputs: the arguments that it fills, and its view of the memory stretch."""
 
     places: tuple[int, ...]
     size: torch.Size
@@ -28,8 +28,8 @@ class _View:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stretch:
-    """Inputs that overlap in memory, offloaded together. `there` holds all `numel` elements in their order; or, of a single
-    view with gaps, just those of the view."""
+    """Inputs that overlap in memory, offloaded together. `there` holds all `numel` elements in order, or, for a single view
+    with gaps, only those of the view."""
 
     views: tuple[_View, ...]
     numel: int
@@ -37,18 +37,18 @@ class _Stretch:
     done: Event
 
     def target(self, base: torch.Tensor) -> torch.Tensor:
-        """What of the memory on the device is filled from `there`."""
+        """The part of the device memory that is filled from `there`."""
         if self.there.numel() == self.numel:
             return base
         return base.as_strided(self.views[0].size, self.views[0].stride, self.views[0].offset)
 
 
 class LayerInputs:
-    """Only activations are parked: tensors that gradients flow through. Masks and tables are shared by many layers, so
-    that parking one layer's reference would free nothing.
+    """The inputs of one layer. Only activations are offloaded: tensors that gradients flow through. Masks and tables are shared
+    by many layers, so offloading one layer's reference would free nothing.
 
-    What comes back looks to the layer as what it was first called with: a tensor that was passed several times is one tensor
-    again, strides are the same, and tensors that overlap in memory overlap again."""
+    The restored inputs look to the layer like the original ones: a tensor that was passed several times is one tensor again,
+    strides are the same, and tensors that overlapped in memory overlap again."""
 
     def __init__(self, args: Any, kwargs: Any, store: Store, meter: Meter) -> None:
         self._leaves, self._spec = tree_flatten((args, kwargs))
@@ -60,19 +60,19 @@ class LayerInputs:
         self._versions = [_version(leaf) for leaf in self._leaves]
 
     def check_unchanged(self, layer: int, by: str) -> None:
-        """A recomputation would start from other inputs if one of them was written into."""
+        """Raise if an input was written into, because a recomputation would then start from different inputs."""
         if [_version(leaf) for leaf in self._leaves] != self._versions:
             path = self._store.table.layers[layer].path
             raise StepAgain(f"an input of layer '{path}' was changed in place by {by}", unfit=layer)
 
     def bring(self) -> tuple[Any, Any]:
-        """Arguments and keywords, on the device."""
+        """Positional and keyword arguments, on the device."""
         self.used = True
         copy_streams = self._store.copy_streams
         for stretch in self._away:
             base = torch.empty(stretch.numel, dtype=stretch.there.dtype, device=self._store.device)
             target = stretch.target(base)
-            copy_streams.wait(stretch.done)  # the way up waits for what is computed, and so for the way down
+            copy_streams.wait(stretch.done)  # the copy up is ordered after the compute stream, and so after the copy down
             copy_streams.wait(copy_streams.up(target, stretch.there.view(target.shape)))
             self._store.traffic.up_nbytes += stretch.there.nbytes
             for view in stretch.views:
@@ -96,7 +96,7 @@ class LayerInputs:
     def _offload(self, tensors: list[torch.Tensor], places: dict[int, list[int]]) -> _Stretch:
         first, numel = tensors[0], max(_span(tensor)[1] for tensor in tensors) - _span(tensors[0])[0]
         source = first.detach()
-        if len(tensors) > 1 or first.numel() >= numel:  # no gaps, or gaps that another one fills
+        if len(tensors) > 1 or first.numel() >= numel:  # no gaps, or another tensor fills them
             source = source.as_strided((numel,), (1,))
         there = self._host(source)
         done = self._store.copy_streams.down(there.view(source.shape), source)
@@ -116,11 +116,11 @@ class LayerInputs:
 
     def _host(self, leaf: torch.Tensor) -> torch.Tensor:
         host, room = self._store.books.host, self._store.host_room_nbytes
-        # What layers on disk pass through may be let go now, but will be wanted again.
+        # Staging buffers of layers on disk may be free now, but will be needed again.
         need = host.total_nbytes - host.now["temporaries"] + self._store.spill.need_nbytes + leaf.nbytes
         if room is not None and need > room:
             parts = {kind: nbytes for kind, nbytes in host.now.items() if kind != "temporaries"}
-            parts |= {"what layers on disk pass through": self._store.spill.need_nbytes, "the next input": leaf.nbytes}
+            parts |= {"staging for layers on disk": self._store.spill.need_nbytes, "the next input": leaf.nbytes}
             words = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in parts.items() if nbytes)
             raise FitError(
                 "inputs of recomputed layers do not fit on the device, and offloaded to the host they need "
@@ -144,13 +144,13 @@ def _version(leaf: Any) -> int | None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The elements of its storage from the first to the last that a tensor has."""
+    """The range of storage elements that a tensor spans."""
     start = int(tensor.storage_offset())
     return start, start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _overlapping(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those together whose stretches of one storage overlap, each group from its first element on."""
+    """Groups tensors whose ranges in one storage overlap, each group in order of its first element."""
     groups: list[list[torch.Tensor]] = []
     last, end = (0, torch.float32), 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.untyped_storage()._cdata, str(tensor.dtype), _span(tensor))):

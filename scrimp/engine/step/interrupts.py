@@ -1,10 +1,9 @@
-"""Ctrl-C while the engine works: kept until the engine can stop, and raised there.
+"""Defers Ctrl-C while the engine works, until the engine can stop safely.
 
-Python raises KeyboardInterrupt between any two instructions. In the middle of a step that can be between a storage and its
-entry in the ledger, or before a dispatch mode has left torch's stack. So while the engine works a signal is only noted. The
-step looks for it where the step can be undone: each time a layer is wanted or a gradient is there. During the update there is
-no such point, and the interrupt comes after it. If the step finds no such point for some seconds, the next Ctrl-C does not
-wait.
+Python raises KeyboardInterrupt between any two instructions. Inside a step that may be between an allocation and its entry in
+the ledger, or before a dispatch mode has left torch's stack. So while the engine works a signal is only recorded. The step
+checks for it where the step can be undone: each time a layer is fetched or a gradient arrives. The update has no such point, so
+the interrupt comes after it. If no such point comes for some seconds, the next Ctrl-C takes effect at once.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 HELD = (signal.SIGINT, signal.SIGTERM)
-LONGEST_SECONDS = 5.0  # that a signal is kept when another comes
+LONGEST_SECONDS = 5.0  # after so long a second signal is not deferred
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Interrupts:
-    """Entered by the main thread it holds signals back that have a handler in Python; by another thread it does nothing."""
+    """Context that defers signals with a Python handler; it has no effect outside the main thread."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -49,14 +48,14 @@ class Interrupts:
             return
         handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
-            if signal.getsignal(number) == self._note:  # else the model has set another meanwhile
+            if signal.getsignal(number) == self._note:  # else the model has installed another handler
                 signal.signal(number, handler)
         noted, self._noted = self._noted, None
         if noted is not None:
             handlers[noted[0]](*noted)
 
     def check(self) -> None:
-        """Here the work can stop: raise what was noted."""
+        """Raise a recorded signal. Call this where the work can stop."""
         if self._noted is not None and self._handlers:
             noted, self._noted = self._noted, None
             self._handlers[noted[0]](*noted)
@@ -77,7 +76,7 @@ E = TypeVar("E", bound=Interruptible)
 
 
 def in_one_piece(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """A method that signals do not cut short but where it says so."""
+    """Decorates a method: signals take effect only where it calls `check`, and at its end."""
 
     @wraps(method)
     def held(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,7 +1,7 @@
-"""Standing between the layers of a model: each layer's forward first brings its weights, and may be computed again.
+"""Wraps the forward of every layer: fetches its weights first, and may recompute it in backward.
 
-The module's own `forward` is replaced on the instance, not hooked: a recomputation calls it without the module's hooks.
-A recomputed layer keeps its inputs for backward, and may park them on the host meanwhile.
+The wrapper replaces `forward` on the instance in place of a hook, because a recomputation must run it without the module's
+hooks. A recomputed layer keeps its inputs for backward, and may offload them to the host meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scrimp.errors import RunError
 
 @dataclass
 class Recompute:
-    """Which layers are computed again in backward, and whether their inputs are parked on the host until then."""
+    """Which layers are recomputed in backward, and whether their inputs are offloaded to the host until then."""
 
     recomputable: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
@@ -35,7 +35,7 @@ class Recompute:
 def wrap_layers(model: nn.Module, residents: Residents, recompute: Recompute) -> None:
     wholes = set()
     for index, layer in enumerate(residents.store.table.layers):
-        if not layer.watched:
+        if not layer.wrapped:
             continue
         module = model.get_submodule(layer.path)
         if any(slot.name.count(".") > layer.path.count(".") + bool(layer.path) for slot in layer.slots):
@@ -45,7 +45,7 @@ def wrap_layers(model: nn.Module, residents: Residents, recompute: Recompute) ->
 
 
 def is_taken(model: nn.Module) -> bool:
-    """Whether an engine stands between this model's layers already."""
+    """Whether an engine has wrapped this model's layers already."""
     return any(isinstance(module.__dict__.get("forward"), _Forward) for module in model.modules())
 
 
@@ -56,7 +56,7 @@ class _Forward:
         self.residents = residents
         self.recompute = recompute
         self.buffers = Watch(module)
-        self.dummy = torch.empty(0, device=residents.store.device)  # tells checkpoint which device's random state to keep
+        self.dummy = torch.empty(0, device=residents.store.device)  # tells checkpoint on which device to save the random state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.residents.active:
@@ -73,11 +73,11 @@ class _Forward:
         return self.run(args, kwargs)
 
     def mark_end(self, args: Any, kwargs: Any) -> None:
-        """No gradient that lands says that backward is through with frozen weights; that of the layer's inputs does."""
+        """A gradient's arrival does not show that backward is done with frozen weights; the gradient of the inputs does."""
         if self.residents.partly_frozen(self.layer):
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if inputs:
-                register_multi_grad_hook(inputs, lambda _: self.residents.streamed(self.layer))
+                register_multi_grad_hook(inputs, lambda _: self.residents.frozen_done(self.layer))
 
     def once_or_again(self, inputs: LayerInputs) -> Any:
         if not inputs.used:
@@ -94,7 +94,7 @@ class _Forward:
         try:
             with instead(inputs.saw):
                 return self.run(args, kwargs)
-        finally:  # a recomputation is cut short by an exception when it has made all that backward needs
+        finally:  # checkpoint stops a recomputation by an exception once it has made all that backward needs
             inputs.saw = []
             if self.residents.tracing:
                 kept = self.residents.meter.live_nbytes - live

@@ -1,4 +1,4 @@
-"""What to say when a step does not fit, or cannot be trained on."""
+"""Error messages for a step that does not fit, or whose loss or gradient cannot be trained on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from scrimp.ledger import Books, format_nbytes
 
 
 def vocabs(model: nn.Module) -> set[int]:
-    """Sizes that the last dim of logits could have: of the embeddings, and of the last matrix."""
-    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    """Possible sizes of the last dim of logits: of embeddings with more rows than columns, and of the last matrix. A table of
+    positions is seldom such an embedding."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    sizes = {table.num_embeddings for table in tables if table.num_embeddings > table.embedding_dim}
     heads = [module.out_features for module in model.modules() if isinstance(module, nn.Linear)]
     return sizes | {*heads[-1:]}
 
@@ -33,7 +35,7 @@ def does_not_fit(step: int, books: Books, meter: Meter, model: nn.Module, ways: 
 
 
 def _exact(nbytes: int, other_nbytes: int) -> str:
-    """In bytes, where two sizes would read the same."""
+    """A size; in bytes if the rounded sizes would read the same."""
     short = format_nbytes(nbytes)
     return f"{nbytes} bytes" if short == format_nbytes(other_nbytes) else short
 
@@ -51,13 +53,13 @@ def check_loss(loss: torch.Tensor, model: nn.Module) -> None:
 def check_gradient(name: str, gradient: torch.Tensor, *, in_backward: bool, again: bool) -> None:
     if gradient.layout is not torch.strided:
         raise RunError(
-            f"the gradient of {name} has the layout {gradient.layout}, and the engine trains with dense gradients alone: call "
+            f"the gradient of {name} has the layout {gradient.layout}, and the engine trains with dense gradients only: call "
             "torch.nn.functional.embedding and embedding_bag with sparse=False"
         )
     if not in_backward:
         raise RunError(
             f"a gradient for {name} before the engine's backward: the model or the loss function called backward() itself; "
-            "return the loss, and the engine does that"
+            "return the loss, and the engine calls backward"
         )
     if again:
         raise RunError(

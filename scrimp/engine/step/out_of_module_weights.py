@@ -1,7 +1,7 @@
-"""Weights that are used where their own module does not run: `F.linear(x, self.child.weight)`, a ParameterList.
+"""Finds weights that are used outside their own module's forward: `F.linear(x, self.child.weight)`, a ParameterList.
 
-A layer's weights come when its module's forward is called. A tracing step also looks at the arguments of every torch
-function, and brings the layers of weights that came another way. If there are such, all steps look.
+The engine fetches a layer's weights when its module's forward is called. A tracing step also inspects the arguments of every
+torch function, and fetches the layers of weights that arrive there. If it finds any, all later steps inspect arguments too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from scrimp.engine.step.residency import Residents
 
 
 class OutOfModule(TorchFunctionMode):
+    """Fetches such weights in the forward."""
+
     def __init__(self, residents: Residents) -> None:
         super().__init__()
         self.residents = residents
@@ -42,13 +44,13 @@ class OutOfModule(TorchFunctionMode):
 
 
 def _looks(func: Any) -> bool:
-    """A look at a weight's shape or dtype is no use of it."""
+    """Reading a weight's shape or dtype does not use its values."""
     return getattr(func, "__name__", "") == "__get__" and getattr(func.__self__, "__name__", "") not in VIEWS
 
 
 class OutOfModuleInBackward(PlainMode):
-    """The same while backward runs, where a model that checkpoints a part of a layer runs that part again. A function mode
-    would not do: torch lifts it for the whole of a backward."""
+    """The same in backward, where a model that checkpoints a part of a layer runs that part again. It is a dispatch mode, because
+    torch disables function modes during a backward."""
 
     def __init__(self, residents: Residents) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,5 +70,5 @@ class OutOfModuleInBackward(PlainMode):
         if not self.residents.ready(layer):
             self.layers.add(layer)
             self.residents.touch(layer)
-        if layer in self.layers:  # checkpoint keeps the weight itself for what follows, and no handle
+        if layer in self.layers:  # checkpoint saves the weight itself here, not a handle
             self.residents.hold(layer)

@@ -1,7 +1,7 @@
-"""Hooks on parameters: those of the user, and the engine's own, which takes each gradient as it is made.
+"""Hooks on parameters: the user's, and the engine's own, which consumes each gradient when autograd makes it.
 
-Tensor hooks (`parameter.register_hook`) are torch's: the weight has those of the parameter it replaced, and torch runs them.
-Post-accumulate hooks run here, before the gradient is taken: afterwards there is none.
+Tensor hooks (`parameter.register_hook`) move to the weight that replaces the parameter, and torch runs them. Post-accumulate
+hooks run here, before the engine consumes the gradient, because afterwards there is none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Hook = Callable[[torch.Tensor], Any]
 
 
 def receiving(engine: weakref.ref[Training]) -> Callable[[torch.Tensor], None]:
-    """Torch keeps hooks where the garbage collector does not look: through one of its own an engine would live for ever."""
+    """The engine's hook, with a weak reference: the garbage collector does not see hooks, so the engine would never be freed."""
 
     def receive(parameter: torch.Tensor) -> None:
         alive = engine()
@@ -36,15 +36,15 @@ def receiving(engine: weakref.ref[Training]) -> Callable[[torch.Tensor], None]:
 
 
 class Hooks:
-    """The user's post-accumulate hooks, by the id of the weight. `micro_batches`: more than one gives each hook a part of the
-    gradient, where plain PyTorch gives it the sum so far: that is refused."""
+    """The user's post-accumulate hooks, by the id of the weight. They are refused if `micro_batches` is more than 1: a hook would
+    see one micro-batch's gradient, where plain PyTorch shows it the sum so far."""
 
     def __init__(self, *, micro_batches: int) -> None:
         self._micro_batches = micro_batches
         self._by_weight: dict[int, dict[int, Hook]] = {}
 
-    def take_over(self, source: nn.Parameter, name: str) -> Callable[[nn.Parameter], None]:
-        """A parameter's hooks; the result gives them to the weight that replaces it. The user's handles still remove them."""
+    def adopt(self, source: nn.Parameter, name: str) -> Callable[[nn.Parameter], None]:
+        """Takes a parameter's hooks; the result gives them to the weight that replaces it. The user's handles still work."""
         share = share_tensor_hooks(source)
         post = post_accumulate_hooks(source)
         if post:
@@ -71,13 +71,13 @@ class Hooks:
         if self._micro_batches > 1:
             raise RunError(
                 f"{name} has a post-accumulate hook, and gradients are accumulated over several micro-batches: the hook would "
-                "see each part alone, where PyTorch shows it their sum. Use micro_batches=1, or register_hook, which sees parts "
-                "too"
+                "see each micro-batch alone, where PyTorch shows it their sum. Use micro_batches=1, or register_hook, which sees "
+                "each micro-batch too"
             )
 
 
 def run_hooks(hooks: list[Hook], parameter: torch.Tensor, name: str) -> bool:
-    """The user's hooks on a gradient that is there; whether there still is one. The weight itself must be there, and stay."""
+    """Runs the user's hooks on a gradient; returns whether one is left. The weight must be resident, and must not change."""
     before = parameter.detach().clone()
     for hook in hooks:
         hook(parameter)

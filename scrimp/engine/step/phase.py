@@ -1,4 +1,4 @@
-"""What an engine is doing: the phase of its step, and how the step decides which layers are resident.
+"""The phase of an engine, and how a step decides which layers are resident.
 
     idle ──> forward ──> backward ──> forward (the next micro-batch) ──> ... ──> idle
     idle ──> evaluate ──> idle
@@ -21,7 +21,7 @@ class Phase(StrEnum):
 class Mode(StrEnum):
     TRACE = "trace"  # hold only the layers that run, and record the schedule steps
     FOLLOW = "follow"  # prefetch and evict as a schedule says
-    STATIC = "static"  # all layers stay on the device, and nobody meters: there are no schedule steps
+    STATIC = "static"  # all layers stay on the device, and the step is not metered: there are no schedule steps
 
 
 NEXT = {

@@ -1,9 +1,9 @@
-"""Which layers are on the device, moment by moment.
+"""Decides which layers are resident on the device at each schedule step; fetches and evicts them.
 
-A moment begins when a layer is asked for that was not the last one: by its forward, by a recomputation, or by autograd
-unpacking one of its weights. A tracing step holds just the layers that are running: that is the least, and it records the
-moments with the most that everything else took in each. From that a schedule is made, and the steps after it follow it. A
-step that asks in another order than its schedule goes on as a tracing step.
+A schedule step begins when a layer is requested that the previous one did not need: by its forward, by a recomputation, or by
+autograd unpacking one of its weights. A tracing step keeps only the running layers resident, which takes the least memory. It
+records the schedule steps, with the peak of all other memory in each. From the trace the planner makes a schedule of prefetches
+and evictions, which the next steps follow. A step that requests layers in another order continues as a tracing step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scrimp.engine.step.timing import Timing
 
 @dataclass(frozen=True, kw_only=True)
 class Handle:
-    """What autograd keeps of a weight: where it is, not what it is."""
+    """What autograd saves in place of a weight: its location, not its values."""
 
     layer: int
     size: tuple[int, ...]
@@ -32,7 +32,7 @@ class Handle:
 
 
 class Quietly:
-    """Layers come and go inside. Not a generator: it is entered several times for every layer."""
+    """Marks layer movement, which is not the model's doing. Not a generator, because it is entered several times per layer."""
 
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
@@ -45,7 +45,8 @@ class Quietly:
 
 
 class Residents:
-    """`retire(layer, slots)` is called when a layer's gradients are complete, `check()` where the step may be interrupted."""
+    """Keeps track of resident layers. It calls `retire(layer, slots)` when a layer's gradients are complete, and `check()` where
+    the step may be interrupted."""
 
     def __init__(
         self,
@@ -59,14 +60,14 @@ class Residents:
         self.step = 0
         self.phase = Phase.IDLE
         self.mode: Mode | None = None
-        self.moving = False  # layers are coming and going: what is done to them now is not the model's doing
-        self.trace: list[ScheduleStep] = []  # of this step; `room_nbytes` is what others took
+        self.moving = False  # layers are being fetched or evicted: operators now are the engine's, not the model's
+        self.trace: list[ScheduleStep] = []  # of this step; `room_nbytes` is the peak of everything but weights
         self.timing = Timing(store.device)
-        self.kept_nbytes: dict[int, int] = {}  # what each recomputed layer's activations take
+        self.kept_nbytes: dict[int, int] = {}  # activation bytes of each recomputed layer
         self._schedule: Schedule | None = None
         self._expected: tuple[tuple[int, ...], ...] = ()
         self._running: list[int] = []
-        self._held: set[int] = set()  # recomputed, and not yet through with backward
+        self._held: set[int] = set()  # recomputed, and backward is not done with them
         self._current: tuple[int, ...] = ()
         self._empty: tuple[int, ...] = ()
         self._aside = False
@@ -75,15 +76,15 @@ class Residents:
         self._check = check
         self._trained = [sum(slot.trainable for slot in layer.slots) for layer in store.table.layers]
         self._frozen = [any(not slot.trainable for slot in layer.slots) for layer in store.table.layers]
-        self._arrived: dict[int, list[Slot]] = {}  # gradients that stand where weights stood
-        self._spent: list[int] = []  # retired, but their frozen weights may still be needed in this backward
-        self._gone: list[int] = []  # retired, perhaps still being copied home
+        self._arrived: dict[int, list[Slot]] = {}  # gradients that have overwritten their weights
+        self._spent: list[int] = []  # retired, but this backward may still need their frozen weights
+        self._gone: list[int] = []  # retired, perhaps still being copied to their tier
         self._by_storage = {flat.untyped_storage()._cdata: k for k, flat in enumerate(store.flats)}
 
     # Steps.
 
     def enter(self, phase: Phase) -> None:
-        """From one phase to the next; an illegal transition is a bug, and raises."""
+        """Enter the next phase; an illegal transition is a bug, and raises."""
         check_transition(self.phase, phase)
         self.phase = phase
         if phase is Phase.IDLE:
@@ -103,8 +104,8 @@ class Residents:
     def begin_step(
         self, step: int, schedule: Schedule | None, expected: tuple[tuple[int, ...], ...] = (), *, metering: bool = True
     ) -> None:
-        """Follow a schedule made for the moments that are expected; or, without one, trace. `metering`: somebody wants to know
-        what each moment takes."""
+        """Follow a schedule made for the `expected` schedule steps, or trace if there is none. `metering`: the meter measures
+        each schedule step."""
         self.step = step
         still = not metering and all(map(self.store.anchored, range(len(self.store.flats))))
         self._schedule, self._expected = schedule, expected
@@ -117,7 +118,7 @@ class Residents:
         self.meter.reset_peak()
 
     def end_step(self) -> tuple[bool, list[ScheduleStep]]:
-        """Whether the step traced, from its start or from where it left its schedule; and the moments."""
+        """Returns whether the step traced, from its start or from where it left its schedule, and its schedule steps."""
         self.timing.pause()
         if self.mode is not Mode.STATIC:
             self._close_step()
@@ -126,7 +127,7 @@ class Residents:
         keeps = self._schedule.keeps if self._schedule is not None else ()
         for layer, resident in enumerate(self.store.resident):
             if resident and (self._trained[layer] or layer not in keeps):
-                self.store.drop(layer)  # its weights are about to change, or nobody planned for it
+                self.store.drop(layer)  # its weights are about to change, or the schedule does not keep it
         self._gone.clear()
         self._held.clear()
         self.mode = None
@@ -144,21 +145,21 @@ class Residents:
             self.store.drop(layer)
 
     def before_receiving(self, layer: int) -> None:
-        """A gradient needs its layer's place on the device. If it is the only one of the layer, just the place."""
+        """Fetch a layer so that its gradient can use its buffer. If the layer has just one gradient, only allocate the buffer."""
         if (
             self.mode is not Mode.STATIC and layer not in self._current
-        ):  # whether it happens to be there or not: moments must not depend on that
+        ):  # even if it happens to be resident: schedule steps must not depend on that
             self.touch(layer, empty=self._trained[layer] == 1)
 
     def arrived(self, layer: int, slot: Slot) -> None:
-        """A gradient has taken its weight's place; with a layer's last one its weights are through for this backward."""
+        """A gradient has overwritten its weight. After a layer's last gradient, this backward needs its weights no more."""
         slots = self._arrived.setdefault(layer, [])
         slots.append(slot)
         if len(slots) == self._trained[layer]:
             self._finish(layer)
 
     def retire_rest(self) -> None:
-        """After a backward: layers some of whose parameters got no gradient."""
+        """After a backward: retire layers where some parameters got no gradient."""
         for layer in sorted(self._arrived):
             self._finish(layer)
         for layer in self._spent:
@@ -188,7 +189,7 @@ class Residents:
                 self.store.drop(layer)
         self._gone = [layer for layer in self._gone if layer in stay]
 
-    # Asking for layers.
+    # Requests for layers.
 
     def run(self, layer: int, forward: Callable[[], Any]) -> Any:
         self._running.append(layer)
@@ -197,18 +198,18 @@ class Residents:
             return forward()
         finally:
             self._running.remove(layer)
-            if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward: needed until its gradients land
+            if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward: needed until its gradients arrive
                 self.hold(layer)
 
     def partly_frozen(self, layer: int) -> bool:
         return any(self._frozen[other] for other in self.store.table.layers[layer].needs)
 
     def hold(self, layer: int) -> None:
-        """Recomputed in backward, if only a part of it: needed until its gradients land."""
+        """Keep a layer that was recomputed in backward, entirely or in part, until its gradients arrive."""
         self._held.update(self.store.table.layers[layer].needs)
 
-    def streamed(self, layer: int) -> None:
-        """Backward needs the frozen weights of a layer no more."""
+    def frozen_done(self, layer: int) -> None:
+        """Backward no longer needs the frozen weights of a layer."""
         for other in self.store.table.layers[layer].needs:
             if self._frozen[other]:
                 self._held.discard(other)
@@ -217,7 +218,7 @@ class Residents:
                 self._end(other)
 
     def touch(self, layer: int, *, empty: bool = False) -> None:
-        """Bring a layer and what it shares; or, `empty`, make room for the layer without its weights."""
+        """Fetch a layer and the weights it shares; or, if `empty`, only allocate its buffer."""
         self._check()
         if self.mode is Mode.STATIC:
             self._current = self.store.table.layers[layer].needs
@@ -249,7 +250,7 @@ class Residents:
         self.say(Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD)
         at = len(self.trace)
         if self._schedule is not None and (at >= len(self._expected) or self._expected[at] != needs):
-            self._schedule, self.mode = None, Mode.TRACE  # another order than expected
+            self._schedule, self.mode = None, Mode.TRACE  # the order differs from the schedule
         if self._schedule is not None:
             self._let_go(self._schedule.lingers[at])
             for other in self._schedule.drops[at]:
@@ -258,8 +259,8 @@ class Residents:
             self._let_go(())
             self._drop_others(needs)
         self._bring(bring, layer)
-        # Not among several ranks: a gather is over when it returns, so an early one saves no time, and what it packs was
-        # not traced with this moment; making room for that would take the very layer that is coming.
+        # No prefetch with several ranks: a gather is complete when it returns, so an early one saves no time. Its packing
+        # buffers were not traced at this schedule step, and making room for them could evict the layer being fetched.
         if self._schedule is not None and self.store.wire.world == 1:
             for other in self._schedule.ahead[at]:
                 self._fetch(other)
@@ -267,29 +268,29 @@ class Residents:
 
     @property
     def following(self) -> bool:
-        """A schedule that was made for just this."""
+        """The step follows a schedule made for it."""
         return self._schedule is not None
 
     def ready(self, layer: int) -> bool:
-        """It was asked for in this moment, and is there. One that only happens to be there may still be on its way; and
-        moments must not depend on that."""
+        """The current schedule step requested the layer, and it is resident. A layer that merely happens to be resident may
+        still be in transfer, and schedule steps must not depend on that."""
         if self.mode is Mode.STATIC:
             return layer not in self.store.gates
         return layer in self._current and self.store.resident[layer] and layer not in self._gone
 
     def place(self) -> str:
-        """Where the step is, in words."""
+        """Describes where the step is, for messages."""
         if self._current:
             return f"at layer {', '.join(self._name(layer) for layer in self._current)}"
         return f"before layer {self._name(0)}, the first" if self.store.flats else "between steps"
 
     def say(self, phase: str) -> None:
-        """Tell the ledger when it is."""
+        """Tell the ledger the current phase and layer."""
         self.store.ledger.when = f"in step {self.step}, {phase} {self.place()}"
 
     def make_room(self) -> None:
-        """Let go of everything that nobody is using. Not among ranks that follow a schedule: what one of them dropped alone
-        it would have to gather again alone."""
+        """Evict all layers that are not in use. Ranks that follow a schedule together evict none, because a rank that evicted a
+        layer alone would have to gather it again alone."""
         self._let_go(())
         if self._schedule is not None and self.store.wire.world > 1:
             return
@@ -299,7 +300,7 @@ class Residents:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """For what is not part of a training step: hold only what runs, leave the record alone."""
+        """For evaluation: keep only running layers resident, and record no trace."""
         self._aside = True
         try:
             yield
@@ -309,7 +310,7 @@ class Residents:
             self._drop_others(())
 
     def saving(self) -> saved_tensors_hooks:
-        """Autograd keeps handles of weights instead of weights, and asks for them when it needs them."""
+        """Makes autograd save handles in place of weights; unpacking a handle fetches the layer."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _drop_others(self, needs: tuple[int, ...]) -> None:
@@ -328,26 +329,26 @@ class Residents:
             self.store.open(layer)
 
     def _fetch(self, layer: int) -> None:
-        if layer in self._gone:  # what is there are its gradients, on their way home
+        if layer in self._gone:  # its buffer holds gradients that are being copied to their tier
             self._gone.remove(layer)
             self.store.drop(layer)
         self.store.fetch(layer)
 
     def layer_of(self, tensor: torch.Tensor) -> int | None:
-        """The layer whose storage a tensor is of. A sparse tensor has none."""
+        """The layer whose storage a tensor uses. A sparse tensor has none."""
         if tensor.layout is not torch.strided:
             return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     def kept(self, leaf: Any) -> Any:
-        """For what leaves the engine: a weight that was handed out would go with its layer."""
+        """Clones a weight that leaves the engine, because its storage is freed with its layer."""
         return leaf.clone() if isinstance(leaf, torch.Tensor) and self.layer_of(leaf) is not None else leaf
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         layer = self.layer_of(tensor)
         if layer is None:
             self.meter.mark_saved(tensor)
-            # Detached: an output that is saved with its graph would be a cycle, and outlive a failed step.
+            # Detached: an output saved with its graph would be a reference cycle, and survive a failed step.
             return detached(tensor), tensor._version
         return Handle(layer=layer, size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
 
@@ -372,7 +373,7 @@ class Residents:
             self._ends = []
 
     def _labelled(self, at: int) -> ScheduleStep:
-        return replace(self.trace[at], label=f"moment {at} ({', '.join(map(self._name, self.trace[at].needs))})")
+        return replace(self.trace[at], label=f"schedule step {at} ({', '.join(map(self._name, self.trace[at].needs))})")
 
     def _name(self, layer: int) -> str:
         return self.store.table.layers[layer].path or "the model itself"

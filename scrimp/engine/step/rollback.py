@@ -1,5 +1,5 @@
-"""What a forward changes besides gradients, so that a step that did not fit can be tried again as if it had not been:
-buffers (running statistics) and the random state."""
+"""Saves and restores what a forward changes besides gradients, so that a step can be retried: buffers (running statistics) and
+the random state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from scrimp.engine.step.buffers import Copy, Place, copies, places
 
 
 class Rollback:
-    """Copies stay with the engine from `begin` to `done`. The copy of a large buffer that never changed lasts longer: it is not
-    made again."""
+    """The engine holds the copies from `begin` to `done`. The copy of a large buffer that never changed is kept longer, so that
+    it is not made again."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._all = places(model)
@@ -32,7 +32,7 @@ class Rollback:
             self._cuda_random = torch.cuda.get_rng_state(self._device)
 
     def clear(self) -> None:
-        """Let go of what a backward that failed has left."""
+        """Free the graph of a backward that failed."""
         self._leftovers.clear()
 
     def back(self) -> None:

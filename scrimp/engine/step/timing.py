@@ -1,10 +1,9 @@
-"""Seconds of compute: of each layer's forward, and of a step's whole forward and backward.
+"""Measures seconds of compute: of each layer's forward, and of a step's whole forward and backward.
 
-A step's compute is the sum of its moments, each from when its layers were there to when the next ones were asked for: the
-device's own time where there is one, what its stream waits for copies and updates left out, what it waits for the next
-kernel to be launched left in. Backward has its recomputation, and the norms and landing of gradients, in it. Each is the
-best of a few steps, since the first ones also load kernels and fill caches: of those after a tracing step, and later of
-ever fewer.
+A step's compute is the sum over its schedule steps, each from when its layers are resident to when the next ones are requested.
+On a GPU this is device time: it excludes waiting for copies and updates, and includes waiting for the next kernel launch.
+Backward includes recomputation, gradient norms and moving gradients to their buffers. Each figure is the best of a few steps,
+since the first ones also load kernels and fill caches: steps right after a tracing step, and later ever fewer.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ Span = tuple[Any, Any]
 
 
 class Timing:
+    """Best measured seconds of layers and of whole steps."""
+
     def __init__(self, device: torch.device) -> None:
         self.best: dict[int, float] = {}  # of each layer's forward
-        self.whole: tuple[float, float] | None = None  # forward and backward of a step, of the shape that was traced last
-        self.typical = True  # this step is like the one that was traced last
+        self.whole: tuple[float, float] | None = None  # forward and backward of a step with the shape that was traced last
+        self.typical = True  # this step has the shape that was traced last
         self._cuda = device.type == "cuda"
         self._steps = 0  # since the last tracing step
-        self._since: tuple[bool, Any] | None = None  # whether backward, and since when
+        self._since: tuple[bool, Any] | None = None  # whether in backward, and start time
         self._layers: list[tuple[int, Span]] = []
         self._schedule_steps: list[tuple[bool, Span]] = []
 
@@ -39,7 +40,7 @@ class Timing:
             self.whole = None
 
     def end(self) -> None:
-        """At the end of a step; the few that are timed wait for the device."""
+        """End of a step. A timed step waits for the device here."""
         if self._cuda and (self._layers or self._schedule_steps):
             torch.cuda.current_stream().synchronize()
         now: dict[int, float] = {}
@@ -64,20 +65,20 @@ class Timing:
         self._layers.append((layer, (start, self._mark())))
 
     def pause(self) -> None:
-        """Layers are about to come and go."""
+        """Stop the clock: layers are about to be fetched or evicted."""
         if self._since is not None:
             backward, start = self._since
             self._schedule_steps.append((backward, (start, self._mark())))
             self._since = None
 
     def resume(self, *, backward: bool) -> None:
-        """They are there. A step that traces is not like those that follow, and is left out."""
+        """Start the clock: the layers are resident. Tracing steps are not timed, because they differ from the following ones."""
         if self.on and self._steps and self.typical:
             self._since = (backward, self._mark())
 
     @property
     def settled(self) -> bool:
-        """Enough steps like this one were timed: the first of them still fills caches."""
+        """Enough steps like this one were timed; the first of them still fills caches."""
         return self._steps > 1
 
     @property

@@ -1,10 +1,10 @@
-"""The update of layers whose masters and states are on disk: beside the step, tile by tile.
+"""Updates of layers whose master weights and states are on disk, tile by tile, overlapped with the step.
 
-    waiting -> read into a free stage -> updated by the host's worker -> written -> the stage is free again
+    waiting -> read into a free staging buffer -> updated by the host worker -> written -> the buffer is free again
 
-Each tile goes this way for itself, so that the disk reads ahead and writes behind while the worker updates; the tiles of
-the layers needed first go first. A layer's weights are new when its last tile was updated: its next forward waits for that
-alone. A tile is not read again before it was written. An error anywhere fails the worker, and with it every gate.
+Tiles move independently, so that the disk reads ahead and writes behind while the worker updates. Tiles of the layers needed
+first go first. A layer's weights are new when its last tile is updated, and its next forward waits only for that. A tile is not
+read again before it was written. An error anywhere fails the worker, and with it every gate.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 
 from scrimp.chunks import DISK, Gate, Piece, Rules, Slot, Store, Updater, Worker, region_requests
 
-WRITE, READ = 0, 1  # what is written frees a stage, so it goes first
+WRITE, READ = 0, 1  # writes go first, because a write frees a staging buffer
 
 
 @dataclass(kw_only=True)
 class _Update:
-    """A layer's, in one step."""
+    """One layer's update in one step."""
 
     layer: int
-    slots: list[tuple[Slot, int]]  # with how often each was updated, this time included
+    slots: list[tuple[Slot, int]]  # with the number of updates of each, this one included
     step: int
     scale: torch.Tensor | None
-    come: list[torch.cuda.Event]  # its gradients are there after these
+    come: list[torch.cuda.Event]  # its gradients have arrived after these
     updated: Gate
     written: Gate
     to_update: int = 0  # tiles
@@ -53,7 +53,7 @@ class _Tile:
 
 
 class DiskUpdates:
-    """`seconds` and `numel` are what the worker has spent here, and on how many elements."""
+    """Runs the updates. `seconds` and `numel`: worker time spent on them, and elements updated."""
 
     def __init__(self, store: Store, worker: Worker, updater: Updater, rules: Rules) -> None:
         self.seconds, self.numel = 0.0, 0
@@ -73,7 +73,7 @@ class DiskUpdates:
     def start(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
         """Begin a layer's update; `store.gates` has its gate."""
         store = self._store
-        if layer in store.gates:  # another part of it landed earlier in this step
+        if layer in store.gates:  # other parameters of it started earlier in this step
             store.gates[layer].wait()
         for tensor in store.spill.make():
             store.own(tensor)
@@ -91,7 +91,7 @@ class DiskUpdates:
         numel = store.shards.trained_numel(layer)
         found = [_Tile(update=update, start=start, stop=stop) for start, stop in store.spill.tiles(numel)]
         found = [tile for tile in found if any(True for _ in self._spans(tile))]
-        if not found:  # nothing of what landed is on this rank
+        if not found:  # this rank holds nothing of these parameters
             self._worker.keep(update.updated)
             self._worker.keep(update.written)
             return
@@ -102,7 +102,7 @@ class DiskUpdates:
             self._next()
 
     def drop(self) -> None:
-        """Begin nothing more, and wait for what the disk is doing. What is on disk then is of no use."""
+        """Start nothing more, and wait for running reads and writes. The content of the disk is void afterwards."""
         with self._changed:
             self._over = True
             self._waiting.clear()
@@ -111,7 +111,7 @@ class DiskUpdates:
         self._store.spill.let_go()
 
     def _next(self) -> None:
-        """Tiles that wait, into stages that are free; under the lock."""
+        """Read waiting tiles into free staging buffers; called with the lock held."""
         later = []
         while self._waiting and self._store.spill.free:
             row = heapq.heappop(self._waiting)
@@ -125,7 +125,7 @@ class DiskUpdates:
             heapq.heappush(self._waiting, row)
 
     def _move(self, tile: _Tile, stage: list[torch.Tensor], way: int) -> None:
-        """To the disk or from it; under the lock."""
+        """Start a read or a write; called with the lock held."""
         placement, spill = self._store.placements[tile.update.layer], self._store.spill
         assert placement.file is not None
         tensors = spill.part(placement, stage, slice(0, tile.stop - tile.start))
@@ -134,7 +134,7 @@ class DiskUpdates:
         self._moving += 1
 
     def _moved(self, tile: _Tile, stage: list[torch.Tensor], way: int, error: BaseException | None) -> None:
-        """In one of the disk's threads, when it is done with a tile."""
+        """Called in a disk thread when a tile is read or written."""
         try:
             if error is not None:
                 self._fail(error)
@@ -161,19 +161,19 @@ class DiskUpdates:
                 self._store.traffic.written_nbytes += nbytes
 
     def _written(self, tile: _Tile, stage: list[torch.Tensor]) -> None:
-        """The stage is free for the next tile."""
+        """The tile is on disk, so its staging buffer takes the next one."""
         update = tile.update
         with self._changed:
             self._busy.remove(tile.key)
             if not self._over:
-                self._store.spill.free.append(stage)  # before the gate opens: who waits for it may let the stages go
+                self._store.spill.free.append(stage)  # before the gate opens, whose waiter may free the buffers
                 self._next()
             update.to_write -= 1
             if not update.to_write:
                 self._worker.keep(update.written)
 
     def _update(self, tile: _Tile, stage: list[torch.Tensor]) -> None:
-        """In the worker."""
+        """Update one tile, in the worker."""
         update = tile.update
         try:
             start = time.perf_counter()
@@ -193,8 +193,8 @@ class DiskUpdates:
             raise
 
     def _spans(self, tile: _Tile) -> Iterator[tuple[Slot, int, slice, slice]]:
-        """What a tile has of each slot, as spans (in the parameter, in the arenas). They begin at multiples of 64 elements
-        of the parameter, as tiles do and as slots do: so no bit depends on the size of tiles."""
+        """The part of each slot in a tile, as spans (in the parameter, in the arenas). They begin at multiples of 64 elements
+        of the parameter, as tiles and slots do, so that no bit depends on the size of tiles."""
         for slot, count in tile.update.slots:
             for inside, span in self._store.shards.pieces(tile.update.layer, slot):
                 start, stop = max(span.start, tile.start), min(span.stop, tile.stop)
@@ -226,6 +226,6 @@ class DiskUpdates:
 
 
 def _resident_nbytes(store: Store) -> int:
-    """What all homes take on the host for good, wherever they are now."""
+    """Host bytes that all placements need permanently."""
     rows = [(store.placement_nbytes(k), placement.tier == DISK) for k, placement in enumerate(store.placements)]
     return sum(weights + gradients + (0 if on_disk else rest) for (weights, gradients, rest), on_disk in rows)

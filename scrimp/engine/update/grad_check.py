@@ -1,8 +1,8 @@
-"""After backward, before any update: are the gradients finite, what is their norm, by what are they scaled.
+"""The global gradient check, between the last backward and the first update: finite? norm? by which factor to scale?
 
-In fp16 the loss is scaled up before backward, so that small gradients are not lost, and the gradients scaled down in the
-update: the scale halves when a gradient overflows (and the update is skipped), and doubles after many good steps. Scales
-are powers of two, so that scaling changes no bit of what does not overflow.
+In fp16 the loss is scaled up before backward, so that small gradients do not underflow. The update scales the gradients down
+again. The scale halves when a gradient overflows (and the update is skipped), and doubles after many good steps. Scales are
+powers of two, so scaling changes no bit of a value that does not overflow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIRST_SCALE, GOOD_STEPS = 2.0**16, 2000
 
 @dataclass
 class LossScale:
-    """1 for ever, unless `dynamic`."""
+    """Loss scale: constant 1 unless `dynamic` (fp16)."""
 
     dynamic: bool
     value: float = 1.0
@@ -41,7 +41,7 @@ class LossScale:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCheck:
-    """`bad`: the first parameter whose gradient is not finite; `scale` is what gradients are multiplied with."""
+    """`bad`: the first parameter whose gradient is not finite. `scale`: the factor that the update applies to gradients."""
 
     norm: float | None = None
     bad: str | None = None
@@ -56,7 +56,7 @@ def check_gradients(
     clip: float | None,
     loss_scale: float,
 ) -> GradientCheck:
-    """Every rank comes to the same verdict. `known`: norms that were taken on the device, while the gradients were there."""
+    """All ranks get the same result. `known`: norms that were computed on the device, while the gradients were there."""
     rows = []
     for layer, slot in arrived:
         if slot.name in known:
@@ -84,7 +84,7 @@ def check_gradients(
 
 
 def _on_host(rows: list[torch.Tensor]) -> torch.Tensor:
-    """In one transfer, which waits for all that was computed."""
+    """Norms on the host, by one transfer, which waits for the device."""
     there = [k for k, row in enumerate(rows) if row.is_cuda]
     if there:
         for k, row in zip(there, torch.stack([rows[k] for k in there]).cpu(), strict=True):

@@ -1,7 +1,7 @@
-"""The updates that pass through the device, layer after layer: of those whose gradients are there, the lowest first.
+"""Updates streamed through the device, one layer after the other: of the layers whose gradients have arrived, the lowest first.
 
-A thread of its own hands the device one layer after the other, each when the copies of the one before are nearly up: so the
-layers that the next forward wants first need not queue behind those whose gradients came first.
+Master weights and optimizer states stay on the host. A thread submits a layer when the copies up of the layer before are nearly
+done. So layers that the next forward needs first do not queue behind layers whose gradients merely came first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scrimp.chunks import Meter, Part, Piece, Rules, Slot, Store, StreamedUpdate
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """One layer's update in one step; in a thread that keeps nothing else alive."""
+    """One layer's update in one step. It holds no reference to the engine, since it runs in a thread."""
 
     store: Store
     streamed: StreamedUpdate
@@ -44,6 +44,8 @@ def largest_numel(store: Store) -> int:
 
 
 class StreamedUpdates:
+    """Schedules streamed updates on a thread, and owns their staging buffers on the device."""
+
     def __init__(self, store: Store, rules: Rules, meter: Meter, updater: Updater) -> None:
         self.store = store
         self._rules = rules
@@ -55,7 +57,7 @@ class StreamedUpdates:
         self.start_threads()
 
     def let_go(self) -> None:
-        """Give the stages back, when nothing passes any more."""
+        """Free the staging buffers, when no layer is streamed any more."""
         self.close()
         self.store.copy_streams.settle()
         self.store.before_change()
@@ -63,11 +65,11 @@ class StreamedUpdates:
         self.store.ledger.free("temporaries", self._updater.stage.nbytes)
 
     def start_threads(self) -> None:
-        self.worker = Worker("the update that passes through the device")
+        self.worker = Worker("the streamed update")
         self.close = weakref.finalize(self, self.worker.close)
 
     def start(self, layer: int, slots: list[Slot], counts: list[int], step: int, scale: torch.Tensor | None) -> None:
-        """The layer's next use waits for it, on the device."""
+        """Start a layer's update; the layer's next use waits for it, on the device."""
         job = _Pass(
             store=self.store,
             streamed=self._streamed,

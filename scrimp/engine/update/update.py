@@ -1,4 +1,4 @@
-"""The update of what landed, layer by layer, where each layer's home is."""
+"""The optimizer update, layer by layer, on the tier of each layer: device, host, disk, or streamed through the device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAST = 1 << 30  # after all layers
 
 
 class Updating:
-    """`staged`: gradients are cast or scaled on their way."""
+    """Starts updates and owns the host worker. `staged`: gradients are cast or scaled in a staging buffer first."""
 
     def __init__(self, store: Store, rules: Rules, meter: Meter, *, staged: bool) -> None:
         self.store = store
@@ -60,7 +60,7 @@ class Updating:
         self._disk = DiskUpdates(self.store, self.worker, self._host, self.rules)
 
     def renew(self) -> None:
-        """After a failure, when all homes are about to be written anew; otherwise what was begun is finished."""
+        """Restart the threads after a failure, when all placements are about to be rewritten. Started updates end first."""
         with suppress(RunError):
             self.store.spill.wait()
         self._disk.drop()
@@ -73,43 +73,43 @@ class Updating:
         self._start_threads()
 
     def end(self) -> None:
-        """End all threads, after what they have begun. Spill files can still be read."""
+        """End all threads when their started work is done. Spill files can still be read."""
         self.close()
         if self._streaming is not None:
             self._streaming.close()
         self.store.spill.queue.rest()
 
     def streaming(self, on: bool) -> None:
-        """Make what updates that pass need, or give it back; between steps, so that the meter does not take it for the
-        model's."""
+        """Allocate the buffers of streamed updates, or free them. Call it between steps, so that the meter does not count them
+        as the model's."""
         if on and self._streaming is None:
-            assert self._state == "fp32"  # what passes is masters and states of one type; planning takes no others
+            assert self._state == "fp32"  # masters and states must have one dtype; the planner streams no others
             self._streaming = StreamedUpdates(self.store, self.rules, self.meter, self._on_device())
         elif not on and self._streaming is not None:
             self._streaming.let_go()
             self._streaming = None
 
     def waited(self) -> tuple[float, float]:
-        """Since the last call: seconds of the host's worker at work, and of the step waiting for updates."""
+        """Since the last call: seconds the host worker was busy, and seconds the step waited for updates."""
         busy, waited = self.worker.lap()
         return busy, waited + (self._streaming.worker.lap()[1] if self._streaming is not None else 0.0)
 
     def check(self) -> None:
-        """Raise what went wrong beside the steps, if something did."""
+        """Raise an error of an update thread, if there was one."""
         self.worker.check()
         if self._streaming is not None:
             self._streaming.worker.check()
 
     @property
     def stage_nbytes(self) -> int:
-        """What an update on the device takes there."""
+        """Bytes of the staging buffer of an update on the device."""
         return 4 * stage_numel(self.store.device, self._largest, self._fused, self._state)
 
     def run(self, arrived: list[tuple[int, Slot]], step: int, counts: dict[str, int], scale: torch.Tensor | None) -> None:
-        """Homes on host and disk are updated beside what comes next; whoever asks for one waits for it alone."""
+        """Update what arrived. Updates on host and disk overlap with what follows; a fetch waits only for its own layer."""
         by_layer = _by_layer(arrived)
         there = [layer for layer in by_layer if self.store.placements[layer].tier == DEVICE]
-        for layer in sorted(by_layer.keys() - {*there}):  # before the device is told all that it has to do
+        for layer in sorted(by_layer.keys() - {*there}):  # before the device's queue fills
             self.start(layer, by_layer[layer], self.numbers(by_layer[layer], counts), step, scale)
         if there:
             updater = self._on_device()
@@ -124,7 +124,7 @@ class Updating:
         self._begun = []
 
     def start(self, layer: int, slots: list[Slot], numbers: list[int], step: int, scale: torch.Tensor | None) -> None:
-        """Let the worker update a layer as soon as its gradients are down, and its states read if they are on disk."""
+        """Let the worker update a layer once its gradients are on the host, and its states are read if they are on disk."""
         if self.store.placements[layer].tier == DISK and self.store.placement_nbytes(layer)[2]:
             self._disk.start(layer, slots, numbers, step, scale)
             return
@@ -144,7 +144,7 @@ class Updating:
         self._begun.append(self.store.gates[layer])
 
     def _report(self) -> None:
-        """What the worker has touched in a step, and in how many seconds."""
+        """Report the bytes that the worker touched in a step, and its seconds."""
         nbytes = int((self._numel + self._disk.numel) * self.store.optimizer.update_nbytes)
         self.saw(nbytes, self._seconds + self._disk.seconds)
         self._numel, self._seconds = 0, 0.0
@@ -156,12 +156,12 @@ class Updating:
         for slot, number in zip(slots, numbers, strict=True):
             for piece in data.pieces(slot):
                 for state in piece.states if number == 1 else ():
-                    state.zero_()  # it is, coded or not, but all threads touch its pages so; the kernel's blocks are too small
+                    state.zero_()  # already zero, but this lets all threads touch its pages; the kernel's blocks are too small
                 updater.apply(self.rules.of(slot.name, step), step, number, piece, scale, own_master=data.own_master)
 
     def _joined(self, slots: list[Slot], numbers: list[int], step: int) -> tuple[list[Slot], list[int]]:
-        """For the device's kernel, which treats every element alike: neighbours that are updated in the same way are one.
-        Not with coded states, whose rounding knows an element's place in its parameter."""
+        """Merge neighbouring slots with equal settings into one, for the device kernel, which treats every element alike.
+        Not with int8 states, whose rounding depends on an element's place in its parameter."""
         if self._fused is None or self._state != "fp32":
             return slots, numbers
         found: list[tuple[Slot, int]] = []
@@ -178,13 +178,13 @@ class Updating:
         return self.rules.of(one.name, step) == self.rules.of(other.name, step)
 
     def numbers(self, slots: list[Slot], counts: dict[str, int]) -> list[int]:
-        """How often each was updated, this time included."""
+        """Count the update; returns the number of updates of each slot, this one included."""
         for slot in slots:
             counts[slot.name] = counts.get(slot.name, 0) + 1
         return [counts[slot.name] for slot in slots]
 
     def updater(self, *, on_device: bool) -> Updater:
-        """For who updates masters of some layers elsewhere."""
+        """The updater for sparse exchange, which applies packets itself."""
         if not on_device:
             return self._host
         if self._there is None:
@@ -199,10 +199,10 @@ class Updating:
 
 
 def restore_all(store: Store, arrived: Iterable[tuple[int, Slot]]) -> None:
-    """Instead of an update: weights again where gradients stand."""
+    """Skip the update: put the weights back where gradients overwrote them."""
     by_layer = _by_layer(arrived)
     for layer, space in enumerate(store.table.layers):
-        if store.anchored(layer):  # gradients that stand there without having been retired
+        if store.anchored(layer):  # also gradients that have not been retired
             by_layer[layer] = list(space.slots[: sum(slot.trainable for slot in space.slots)])
     for layer, slots in by_layer.items():
         store.restore(layer, slots)

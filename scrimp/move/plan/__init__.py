@@ -1,1 +1,1 @@
-"""Synthesis of a program of collectives, without torch."""
+"""Synthesis of a program of collectives; no torch."""

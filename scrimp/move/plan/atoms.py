@@ -1,4 +1,4 @@
-"""Atoms: what the search pushes and pops. Prime sub-axes, or runs of them that stay together at both ends."""
+"""Atoms, the units of the search: prime sub-axes, or runs of them that stay together in source and target."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def prime_atoms(mesh: Mesh) -> Atoms:
 
 
 def glued_atoms(mesh: Mesh, src: Layout, dst: Layout) -> Atoms:
-    """Glue an axis to the one before it if at both ends it stands right behind it or both are free alike."""
+    """Joins an axis to the one before it if in both layouts it comes right after it or both are unused."""
     place_src, place_dst = _places(src), _places(dst)
 
     def together(a: str, b: str) -> bool:
@@ -71,7 +71,7 @@ def glued_atoms(mesh: Mesh, src: Layout, dst: Layout) -> Atoms:
             if at_a is not None and at_b is not None and at_b != (at_a[0], at_a[1] + 1):
                 return False
         if a not in place_src and a not in place_dst and a.partition(".")[0] != b.partition(".")[0]:
-            return False  # free axes of different names may have different links
+            return False  # unused axes of different names may have different links
         partial = [(a in layout.partial, b in layout.partial) for layout in (src, dst)]
         return all(in_a == in_b for in_a, in_b in partial)
 
@@ -89,6 +89,6 @@ def _places(layout: Layout) -> dict[str, tuple[int, int]]:
 
 
 def _reading_order(mesh: Mesh, src: Layout, dst: Layout) -> list[str]:
-    """Axes of src as they stand in it, then those of dst, then the rest as in the mesh."""
+    """Axes of src in its order, then those of dst, then the rest as in the mesh."""
     order = [axis for layout in (src, dst) for axes in layout.dims for axis in axes] + list(mesh.sub_axes)
     return list(dict.fromkeys(order))

@@ -1,18 +1,18 @@
-"""What moves cost, by the hundred thousand: the figures of `synthesize` without a synthesis for each.
+"""Costs of a hundred thousand moves: those of `synthesize` without one synthesis each.
 
-Where every dim divides evenly, what `synthesize` decides depends on a shape in two ways alone: by which numbers of tiles a dim
-can be cut into, which its greatest common divisor with the number of devices says, and by how many elements there are. So
-moves that agree in layouts, divisors, elements and bytes of an element share one synthesis: that changes nothing.
+Where every dim divides evenly, the result of `synthesize` depends on a shape in two ways alone: the possible numbers of tiles of
+a dim, which its greatest common divisor with the number of devices gives, and the number of elements. So moves with the same
+layouts, divisors, elements and bytes of an element share one synthesis, with the same result.
 
-With `exact=False` two more things are taken to change nothing, so that far fewer syntheses do:
+With `exact=False` two approximations save many more syntheses:
 
-    dims, and axes of the same size and link, are renamed     the search cuts off long lists, and which end it cuts depends on
-                                                              the order of dims: figures differ now and then
-    sizes between two that were asked                         the least of straight lines (latency + bytes / rate, one for each
+    dims, and axes of the same size and link, are renamed     the search truncates long lists, and which end it drops depends on
+                                                              the order of dims: costs differ now and then
+    sizes between two known sizes are interpolated            the least of straight lines (latency + bytes / rate, one for each
                                                               program) lies above the chord between two of its points; where
-                                                              a known program is within NEAR of the chord it is taken
+                                                              a known program is within NEAR of the chord it is used
 
-A figure is then still that of a program which does this move, but for the names of dims and axes.
+A cost is then still that of a program for this move, except for the names of dims and axes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from scrimp.move.program import Program
 
 DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64", 16: "complex128"}  # one of each size that can be summed
 NEAR = 0.01
-FAR = 16  # a size above all that were asked is asked so many times larger, so that the next ones lie between two
+FAR = 16  # a size above all known ones is costed at so many times its size, so that the next ones lie between two
 
 Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoveCost:
-    """`seconds` is infinite where the move cannot be made, because it would have to make a partial sum."""
+    """`seconds` is infinite for an impossible move, which would have to create a partial sum."""
 
     seconds: float
     peak_nbytes: int
@@ -48,7 +48,7 @@ class MoveCost:
 
 
 class MoveCosts:
-    """`MoveCosts(mesh, cluster).cost((64, 2048, 4096), 2, "[x,-,-]", "[-,-,x]")`. It remembers all that it was asked."""
+    """`MoveCosts(mesh, cluster).cost((64, 2048, 4096), 2, "[x,-,-]", "[-,-,x]")`. It caches all results."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster | None = None, *, exact: bool = True) -> None:
         self.mesh = mesh
@@ -56,7 +56,7 @@ class MoveCosts:
         self.exact = exact
         self.syntheses = 0
         self._renamings = [{name: name for name in mesh.names}] if exact else list(_renamings(mesh, self.cluster))
-        self._far = next(number for number in count(FAR) if gcd(number, mesh.size) == 1)  # leaves every dim's divisor
+        self._far = next(number for number in count(FAR) if gcd(number, mesh.size) == 1)  # keeps every dim's divisor
         self._divisors: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self._patterns: dict[tuple[Layout, Layout, tuple[int, ...]], _Pattern] = {}
         self._curves: dict[Key, _Curve] = {}
@@ -80,7 +80,7 @@ class MoveCosts:
         return MoveCost(seconds=seconds, peak_nbytes=peak, received_nbytes=received)
 
     def _one(self, shape: tuple[int, ...], itemsize: int, src: Layout, dst: Layout, *, possible: bool) -> MoveCost:
-        """A move whose tiles are uneven, by itself."""
+        """A move with uneven tiles: one synthesis."""
         key = (shape, itemsize, src, dst)
         known = self._uneven.get(key)
         if known is None:
@@ -118,8 +118,8 @@ class MoveCosts:
         )
 
     def _canonical(self, divisors: tuple[int, ...], src: Layout, dst: Layout) -> tuple[tuple[int, ...], Layout, Layout]:
-        """The order of dims, and both layouts with dims in that order and axes renamed: the least of all ways to do so.
-        Factors are dims like others here."""
+        """The order of dims, and both layouts with dims in that order and axes renamed: the smallest of all such forms. Factors
+        count as dims here."""
         if self.exact:
             return tuple(range(len(divisors))), src, dst
         ways = []
@@ -170,8 +170,8 @@ class MoveCosts:
 
 
 class _Line(NamedTuple):
-    """A program's figures for arrays of any size: a time for its messages, and per byte of the array a time and bytes
-    received by the busiest device."""
+    """A program's cost for arrays of any size: a time for its messages, and per byte of the array a time and the bytes received
+    by the busiest device."""
 
     fixed: float
     pace: float
@@ -193,7 +193,7 @@ def _line(program: Program, cluster: Cluster) -> _Line:
 
 @dataclass(kw_only=True)
 class _Curve:
-    """What is known of one move over all sizes: figures by elements and bytes of one, and programs by bytes."""
+    """The known costs of one move over all sizes: costs by elements and bytes of one, and programs by bytes."""
 
     src: Layout
     dst: Layout
@@ -201,7 +201,7 @@ class _Curve:
     samples: list[tuple[int, _Line]] = field(default_factory=list)
 
     def near(self, nbytes: int) -> _Line | None:
-        """The program to take for this size, if the sizes below and above it say so."""
+        """The program to use for this size, if the sizes below and above it agree."""
         above = bisect_left(self.samples, nbytes, key=lambda sample: sample[0])
         if above < len(self.samples) and self.samples[above][0] == nbytes:
             return self.samples[above][1]
@@ -217,7 +217,7 @@ class _Curve:
 @dataclass(frozen=True, kw_only=True)
 class _Pattern:
     """Two layouts for shapes with the same divisors. `order`: the dims of the curve's layouts, as dims of these. `silent`: every
-    device holds already what it shall have."""
+    device already holds its target tile."""
 
     possible: bool
     even: bool
@@ -228,7 +228,7 @@ class _Pattern:
 
 
 def _renamings(mesh: Mesh, cluster: Cluster) -> Iterator[dict[str, str]]:
-    """Every way to exchange the names of axes that have the same size and link."""
+    """Every permutation of the names of axes with the same size and link."""
     alike: dict[object, list[str]] = {}
     for name, size in mesh.axes:
         alike.setdefault((size, cluster.link([name])), []).append(name)

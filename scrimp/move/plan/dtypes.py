@@ -11,7 +11,7 @@ ITEMSIZE = {
     "float4_e2m1fn_x2": 1,
 }  # fmt: skip
 
-# What a sum can be taken of. The others only move: a sum of fp8 or bool would round or saturate on the way.
+# Dtypes that can be summed. The others only move: a sum of fp8 or bool would round or saturate.
 SUMMABLE = frozenset(name for name in ITEMSIZE if not name.startswith(("float8", "float4", "bool", "uint16", "uint32", "uint64")))
 
 
@@ -19,5 +19,5 @@ def dtype_name(dtype: object) -> str:
     """`torch.bfloat16`, `"torch.bfloat16"` and `"bfloat16"` -> `"bfloat16"`."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
-        raise MoveError(f"dtype {dtype!r} is not known; scrimp moves {', '.join(ITEMSIZE)}")
+        raise MoveError(f"dtype {dtype!r} is unknown; scrimp moves {', '.join(ITEMSIZE)}")
     return name

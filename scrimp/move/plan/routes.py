@@ -1,8 +1,8 @@
-"""Who sends which part to whom: one rank's share of a step, computed alike on every rank.
+"""One rank's share of a step: which part it sends to whom, computed identically on every rank.
 
-A route is a peer and a box in global indices. Where several ranks hold the same tile, a needer that holds it serves
-itself; the others take their givers in turn among the holders with nothing to keep, so that as many holders as there
-are share the work. Between two ranks a step has at most one route each way.
+A route is a peer and a box in global indices. Where several ranks hold the same tile, a receiver that holds it serves itself; the
+others are assigned round-robin to the holders with nothing to keep, so that the holders share the work. Between two ranks a step
+has at most one route each way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Route = tuple[int, Box]
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """What a rank sends, what it receives, and what it keeps (`kept` may be empty), besides its two tiles."""
+    """The parts that a rank sends, receives, and keeps (`kept` may be empty), and its two tiles."""
 
     before: Box
     after: Box
@@ -34,7 +34,7 @@ class Routes:
 
 @lru_cache(maxsize=4096)
 def routes(program: Program, step: Step, rank: int) -> Routes:
-    """For the steps in which parts change hands unsummed, and for reduce_scatter, where the giver's part is added."""
+    """For the steps that move parts without sums, and for reduce_scatter, where the received part is added."""
     before = _tile(program, step.before, rank)
     after = _tile(program, step.after, rank)
     if step.axes:
@@ -47,7 +47,7 @@ def routes(program: Program, step: Step, rank: int) -> Routes:
 
 
 def routes_between(before: Sequence[Box], after: Sequence[Box], rank: int) -> Routes:
-    """The same for boxes that are given, one per rank, and need not be tiles of any layout."""
+    """The same for given boxes, one per rank, which need not be tiles of a layout."""
     holders: dict[Box, list[int]] = {}
     needers: dict[Box, list[int]] = {}
     for other in range(len(before)):
@@ -98,7 +98,7 @@ def _match(
 
 
 def _givers(holders: list[int], needers: list[int], turn: int) -> dict[int, int]:
-    """For each needer of a part the holder that gives it; `turn` differs between parts, so that holders take turns."""
+    """For each receiver of a part its sender; `turn` differs between parts, so that holders take turns."""
     both = {*holders} & {*needers}
     idle = [holder for holder in holders if holder not in both] or holders
     rest = [needer for needer in needers if needer not in both]

@@ -31,17 +31,17 @@ from scrimp.move.plan.space import Node, Op, Path, Space, Type
 
 Entry = TypeVar("Entry")
 
-EXACT_ATOMS = 4  # up to this many atoms the label space is searched whole
-LABEL_TYPES = 300  # beyond that many types on a side, the label space keeps the ones with fewest pushes
+EXACT_ATOMS = 4  # up to so many atoms the label space is searched exhaustively
+LABEL_TYPES = 300  # beyond so many types on a side, the label space keeps those with the fewest pushes
 SIZE_TYPES = 800  # the same for the size space, where 512 devices and 4 dims have 715
-SUMMED_TYPES = 60  # and for the types whose sums are placed, each in many ways
-KEEP = 4  # programs handed on to be priced exactly
-ROUNDING = 1e-9  # of sums of prices taken in another order
+SUMMED_TYPES = 60  # the same for types with placed sums, of which there are many
+KEEP = 4  # programs that are costed exactly
+ROUNDING = 1e-9  # tolerance for sums of costs in another order
 
 
 def search(space: Space, at_least: float, best: float = float("inf")) -> list[Path]:
-    """The cheapest programs in this space, best first, of those that cost less than `best`. `at_least`: no program's
-    flat steps cost less than this many local sizes (`_shortcuts` has found those that do)."""
+    """The cheapest programs in this space, best first, below the cost `best`. `at_least`: lower bound of the flat steps' cost in
+    local sizes (`plan/shortcuts.py` has found cheaper ones)."""
     found = _Found(space, at_least, best)
     front, back = _fall(space), _rise(space)
     found.join(front, back)
@@ -56,7 +56,7 @@ def search(space: Space, at_least: float, best: float = float("inf")) -> list[Pa
 
 
 class _Found:
-    """The programs found so far, and the price that a better one must beat."""
+    """The programs found so far, and the cost that a better one must beat."""
 
     def __init__(self, space: Space, at_least: float, best: float) -> None:
         self.space = space
@@ -65,12 +65,12 @@ class _Found:
         self.at_least = at_least
         self.best = best
         self.all: dict[object, Path] = {}
-        self.prices: list[float] = []  # the KEEP least
-        self.limit = 2 * best  # what costs more changes nothing any more
+        self.prices: list[float] = []  # the KEEP cheapest
+        self.limit = 2 * best  # programs above this cannot matter any more
 
     def hopeless(self, price: float, flat: float, local: int, *, reverse: bool) -> bool:
-        """Whether no program through a node of this price can be the best: its flat steps cost at least so much, and
-        from the front it must still rise to the end's size."""
+        """Whether no program through this node can be the best: its flat steps have a least cost, and from the front it must
+        still grow to the end's size."""
         rise = 0 if reverse else self.out - local
         more = max(flat, self.at_least) - flat
         return price + (rise + more * local) * self.fastest >= self.best
@@ -87,7 +87,7 @@ class _Found:
             self._add(node, other, other.dims, self._permute_price(node, other))
 
     def rest(self, others: dict[object, Node]) -> dict[int, float]:
-        """For each local size the least that is still paid by a path which the others end: the cheapest of them, and in the size
+        """For each local size the least remaining cost of a path that the others complete: the cheapest of them, and in the size
         space the permute that joins."""
         rest: dict[int, float] = {}
         for node in others.values():
@@ -109,7 +109,7 @@ class _Found:
         self.best = min(self.best, price)
         path = Path(price=price, before=a.ops, relabel=relabel, after=b.ops[::-1])
         kinds = tuple(op.kind for op in path.before + path.after)
-        # One program for each outline: those that differ in labels alone are priced alike.
+        # One program per outline: those that differ only in labels cost the same.
         outline = (round(price, 15), relabel is None, kinds.count("all_to_all"), len(path.after))
         old = self.all.get(outline)
         if old is None:
@@ -126,7 +126,7 @@ class _Found:
 
 
 def _cheapest(nodes: dict[object, Node]) -> dict[tuple[int, ...], Node]:
-    """For each number of tiles per dim the cheapest type."""
+    """The cheapest type for each number of tiles per dim."""
     cheapest: dict[tuple[int, ...], Node] = {}
     for node in nodes.values():
         other = cheapest.get(node.counts)
@@ -162,12 +162,12 @@ def _fall(space: Space) -> dict[object, Node]:
 
 
 def _smallest(nodes: dict[object, Node]) -> list[Node]:
-    """Those where the sums are smallest, and the one that slices nothing."""
+    """Those with the smallest partial sums, and the one without slices."""
     return sorted(nodes.values(), key=lambda node: (bool(node.ops), node.local))[:SUMMED_TYPES]
 
 
 def _reduced_whole(space: Space, node: Node) -> Node:
-    """All summed at once and left whole: the way where a tile does not divide among the summands."""
+    """All-reduces everything at once: for tiles that the summands do not divide."""
     block = space.block(space.reduced)
     rounds = sum(size - 1 for size in block.sizes)
     nbytes = 2 * node.local * (block.members - 1) / block.members
@@ -208,7 +208,7 @@ def _push_all(
             tried: set[object] = set()
             for atom in atoms:
                 if atom in taken or likes[atom] in tried:
-                    continue  # of atoms that are alike only the first free one is pushed
+                    continue  # of interchangeable atoms only the first free one is pushed
                 tried.add(likes[atom])
                 for dim in range(rank):
                     count = node.counts[dim] * space.sizes[atom]
@@ -218,7 +218,7 @@ def _push_all(
                     key = space.key(dims)
                     known = wider.get(key)
                     if known is not None and (uniform or known.price <= node.price):
-                        continue  # where links differ, the order of pushes makes a difference
+                        continue  # with different links the order of pushes matters
                     counts = node.counts[:dim] + (count,) + node.counts[dim + 1 :]
                     local = space.local(counts)
                     kind, cost = price(node.local, local, atom)
@@ -235,8 +235,7 @@ def _push_all(
 
 
 def _like(space: Space, atom: int) -> object:
-    """Atoms with the same answer can stand for each other: all of a size in the size space, else those that
-    neither end names."""
+    """Atoms with equal keys are interchangeable: all of a size in the size space, else those that neither end names."""
     named = any(atom in atoms for atoms in (*space.src, *space.dst)) or atom in space.reduced
     if named and not space.by_size:
         return atom
@@ -253,10 +252,10 @@ def _all_to_all(
     last: bool = False,
 ) -> dict[object, Node]:
     """Every type one all_to_all further (or, reversed, one before) that may yet be joined with one of the others, or, unless it
-    is the `last` time, with what all_to_alls make of them. This is where the search spends its time: what holds for all dims
-    that a block may go to is settled before they are looked at, prices before types are made."""
+    is the `last` time, with what all_to_alls make of them. This is the hot loop: tests that hold for all target dims run before
+    the loop over them, and costs are computed before types."""
     reached: dict[object, Node] = {}
-    even = space.shape == space.padded  # an all_to_all then leaves the local size, and only equal sizes are joined
+    even = space.shape == space.padded  # an all_to_all then keeps the local size, and only equal sizes are joined
     rest = found.rest(others)
     block_of, by_size = space.block, space.by_size
     targets = _Targets(space, _cheapest(others) if last else None)
@@ -274,7 +273,7 @@ def _all_to_all(
             for split in range(len(stack)):
                 moved = stack[split:]
                 if moved == came:
-                    continue  # the block that came last would better have gone there at once
+                    continue  # the block that came last could have gone there directly
                 block = block_of(moved)
                 m = block.members
                 goals = targets.of(node.counts, dim, m)
@@ -305,8 +304,8 @@ def _all_to_all(
 
 
 class _Targets:
-    """The dims that a block may go to, and the tiles per dim thereafter: those that the sizes allow and, if given, the ends have.
-    Asked often for few different tiles, so the answers are kept."""
+    """The dims that a block may go to, and the resulting tiles per dim: those that the sizes allow and, if given, the ends have.
+    Cached, because calls repeat for few different tiles."""
 
     def __init__(self, space: Space, ends: dict[tuple[int, ...], Node] | None) -> None:
         self.padded = space.padded
@@ -327,7 +326,7 @@ class _Targets:
 
 
 def _with(entries: tuple[Entry, ...], dim: int, entry: Entry, to_dim: int, to_entry: Entry) -> tuple[Entry, ...]:
-    """The same with two entries replaced."""
+    """A copy with two entries replaced."""
     out = list(entries)
     out[dim], out[to_dim] = entry, to_entry
     return tuple(out)

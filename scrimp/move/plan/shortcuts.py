@@ -1,4 +1,4 @@
-"""The three programs that need no search. Notation as in `_search`: S and D are the stacks of src and dst.
+"""The three programs that need no search. Notation as in `plan/search.py`: S and D are the stacks of src and dst.
 
 Without partial sums a program whose flat steps cost f * L receives L_out - (1 - f) * L in all, L being the local size
 while it is flat. So f = 0 is best, then one all_to_all (f = (m-1)/m), then anything with f = 1, of which a bare
@@ -10,7 +10,7 @@ permute is one. Each of the three, where it exists, is found at once:
                     block that moves begins with the first of them and holds the rest of that stack
     one permute     cut every dim into lcm(count in S, count in D) tiles on both sides, if there are atoms enough
 
-Where none exists, a program has f = 1 by several all_to_alls, or f > 1, and `_search` walks.
+Where none exists, a program has f = 1 by several all_to_alls, or f > 1, and `plan/search.py` searches.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ def _no_or_one_all_to_all(space: Space) -> Path | None:
     tail, goal = src[dim][cut:], dst[to_dim][start:]
     if cut < len(dst[dim]) or tail[: len(goal)] != goal[: len(tail)] or any(a not in tail for a in moved):
         return None
-    extra = goal[len(tail) :]  # sliced on top of the block where it stands, so that it travels along
+    extra = goal[len(tail) :]  # sliced on top of the block before it moves, so that it moves along
     block = tail + extra
     pushed = [Op("slice", (atom,), d) for d, atom in _rest(dst, src) if atom not in block]
     pushed += [Op("slice", (atom,), dim) for atom in extra]
     if space.padded[dim] % (prod(space.sizes[a] for a in src[dim] + extra)):
         return None
-    landed = dst[to_dim][:start] + block
-    if space.padded[to_dim] % prod(space.sizes[a] for a in landed):
+    arrived = dst[to_dim][:start] + block
+    if space.padded[to_dim] % prod(space.sizes[a] for a in arrived):
         return None
     middle = [*src]
-    middle[dim], middle[to_dim] = src[dim][:cut], landed
+    middle[dim], middle[to_dim] = src[dim][:cut], arrived
     popped = [Op("all_gather", (atom,), d) for d, atom in _rest(tuple(middle), dst)]
     before = (*pushed, Op("all_to_all", block, dim, to_dim))
     return Path(price=0.0, before=before, relabel=None, after=tuple(reversed(popped)))
 
 
 def _rest(longer: Type, shorter: Type) -> list[tuple[int, int]]:
-    """(dim, atom) of what the one has beyond the other, bottom first."""
+    """(dim, atom) of the longer type beyond the shorter one, bottom first."""
     pairs = enumerate(zip(longer, shorter, strict=True))
     return [(dim, atom) for dim, (stack, other) in pairs for atom in stack[len(other) :]]
 

@@ -1,6 +1,6 @@
-"""What the search walks on: types, the atoms they are made of, and what a path over them is.
+"""The search space: types, the atoms they are made of, and paths over them.
 
-A type is, for each dim, the stack of mesh atoms it is split over, as in `_search`.
+A type is, for each dim, the stack of mesh atoms it is split over, as in `plan/search.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Op(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A type that can be reached from src (or that can reach dst), the price so far, and how."""
+    """A type that can be reached from src (or that can reach dst), the cost so far, and the path."""
 
     dims: Type
     counts: tuple[int, ...]
     local: int
     price: float
-    flat: float  # the part of the price that is flat steps, in local sizes
+    flat: float  # the part of the cost from flat steps, in local sizes
     ops: tuple[Op, ...]
 
 
@@ -41,7 +41,7 @@ class Path:
 
 
 class Block(NamedTuple):
-    """What the search asks of a run of atoms again and again; atoms of the same size and link are of one kind."""
+    """Cached properties of a run of atoms; atoms of the same size and link are of one kind."""
 
     sizes: tuple[int, ...]
     kinds: tuple[int, ...]
@@ -70,7 +70,7 @@ class Space:
 
     @cached_property
     def _kinds(self) -> tuple[int, ...]:
-        """Of each atom the first that has its size and its link."""
+        """For each atom the first with its size and link."""
         links = list(zip(self.sizes, self.latency, self.pace, strict=True))
         return tuple(links.index(link) for link in links)
 
@@ -79,7 +79,7 @@ class Space:
         if known is None:
             if not atoms:
                 known = Block((), (), 1, 0.0, 0.0)
-            else:  # one more than a block that is most often known
+            else:  # one more than a block that is usually cached
                 rest, last = self.block(atoms[:-1]), atoms[-1]
                 known = Block(
                     (*rest.sizes, self.sizes[last]),
@@ -102,5 +102,5 @@ class Space:
         return numel
 
     def key(self, dims: Type) -> object:
-        """What makes two types the same in this space."""
+        """Equal keys: the same type in this space."""
         return tuple([self.block(atoms).kinds for atoms in dims]) if self.by_size else dims

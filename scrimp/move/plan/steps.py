@@ -1,4 +1,4 @@
-"""From a path of the search to steps: pushes on one dim become one call, and every step gets its exact price."""
+"""Turns a path of the search into steps: merges pushes on one dim into one call, and costs every step exactly."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Call = tuple[str, int, tuple[str, ...]]  # kind, dim, axes
 
 
 def steps_of(path: Path, atoms: Atoms, start: Layout, links: Callable[[str], Link] | None = None) -> tuple[Step, ...]:
-    """The steps of a path, sub-axes merged into calls over products of axes. With `links` only axes of the same link are
-    merged, since a call over a slow and a fast axis goes at the pace of the slow one; sums begin with the fast links,
-    while the array is large, and gathers with the slow ones, while it is small."""
+    """The steps of a path, sub-axes merged into calls over products of axes. With `links` only axes of the same link are merged,
+    since a call over a slow and a fast axis runs at the pace of the slow one; reductions begin with the fast links, while the
+    array is large, and gathers with the slow ones, while it is small."""
     steps: list[Step] = []
     here = start
 
@@ -58,7 +58,7 @@ def steps_of(path: Path, atoms: Atoms, start: Layout, links: Callable[[str], Lin
         if op.kind == "all_to_all":
             add("all_to_all", atoms.axes(op.atoms), op.dim, op.to_dim)
     # Ops after the middle were found from the end: the last push there is the first gather, and the top of its stack.
-    # Dim 0 comes last, where the array is largest, since a gather on dim 0 lands in place without a copy.
+    # Dim 0 comes last, where the array is largest, since a gather on dim 0 needs no copy.
     gathers = _by_dim(tuple(reversed(path.after)), "all_gather", atoms, links)
     gathers.reverse()  # the top of a stack first
     gathers.sort(key=lambda gather: -gather[1])
@@ -70,7 +70,7 @@ def steps_of(path: Path, atoms: Atoms, start: Layout, links: Callable[[str], Lin
 
 
 def _interleaved(calls: list[Call], key: Callable[[str], float]) -> list[Call]:
-    """Calls on one dim stay in order; of the dims, the one whose next call has the least key goes next."""
+    """Keeps the order of calls on one dim; among the dims, the one whose next call has the least key goes next."""
     left = list(calls)
     out = []
     while left:
@@ -82,7 +82,7 @@ def _interleaved(calls: list[Call], key: Callable[[str], float]) -> list[Call]:
 
 
 def _by_dim(ops: Sequence[Op], kind: str, atoms: Atoms, links: Callable[[str], Link] | None) -> list[Call]:
-    """The pushes of one kind, those on one dim together as far as they may be; bottom of the stack first."""
+    """The pushes of one kind, merged per dim as far as possible; bottom of the stack first."""
     stacks: dict[int, list[tuple[str, ...]]] = {}
     order: list[tuple[int, int]] = []
     for op in ops:
@@ -99,7 +99,7 @@ def _by_dim(ops: Sequence[Op], kind: str, atoms: Atoms, links: Callable[[str], L
 
 
 def _join_all_reduces(steps: list[Step]) -> list[Step]:
-    """reduce_scatter then all_gather of the same axes on the same dim, nothing between: one all_reduce."""
+    """Turns reduce_scatter then all_gather of the same axes on the same dim, with nothing between, into one all_reduce."""
     for first, (a, b) in enumerate(itertools.pairwise(steps)):
         if (a.kind, b.kind) == ("reduce_scatter", "all_gather") and (a.dim, a.axes) == (b.dim, b.axes):
             return _join_all_reduces([*steps[:first], all_reduce_step(a.before, a.axes), *steps[first + 2 :]])
@@ -143,9 +143,9 @@ def step_link(step: Step, cluster: Cluster) -> Link:
 
 
 def _traffic(step: Step, shape: tuple[int, ...], padded: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:
-    """Elements received by the busiest device, and messages one after the other: a gather or a sum over n devices
-    can go by doubling, in sum(p - 1) rounds over the prime factors of n; where every device has something else for
-    every other, each of them sends a message of its own."""
+    """Elements received by the busiest device, and messages in sequence: a gather or a sum over n devices can go by doubling, in
+    sum(p - 1) rounds over the prime factors of n; where every device has different data for every other, each sends a message of
+    its own."""
     if step.kind == "slice":
         return 0, 0
     sizes = [mesh.axis_size(axis) for axis in step.axes]
@@ -164,7 +164,7 @@ def _traffic(step: Step, shape: tuple[int, ...], padded: tuple[int, ...], mesh: 
 
 
 def _changed_axes(step: Step) -> tuple[str, ...]:
-    """The axes that do not stand at the same place before and after."""
+    """The axes at different places before and after."""
     places = [
         {axis: (dim, k) for dim, axes in enumerate(layout.dims) for k, axis in enumerate(axes)}
         for layout in (step.before, step.after)

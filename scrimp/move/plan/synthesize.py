@@ -1,9 +1,8 @@
-"""`synthesize`: candidates from the search, priced exactly, checked, the cheapest kept.
+"""`synthesize`: takes candidates from the search, costs them exactly, checks them, and keeps the cheapest.
 
-Candidates are the collective programs of `_search`; where `direct` is allowed also each of them with its flat steps
-fused into one exchange, and the direct alltoallv. Prices are latency per message and bytes per second over the
-slowest axis a step crosses; equal prices are settled by bytes, number of steps, and text, so that every rank of
-every run picks the same program.
+Candidates are the collective programs of `plan/search.py`; where `direct` is allowed also each of them with its flat steps fused
+into one exchange, and the direct alltoallv. The cost is latency per message and bytes per second over the slowest axis that a
+step crosses. Ties are broken by bytes, number of steps, and text, so that every rank of every run picks the same program.
 """
 
 from __future__ import annotations
@@ -42,7 +41,13 @@ def synthesize(
     """The cheapest program from `src` to `dst` that never holds more than the larger of the two tiles.
 
     `direct=False` leaves out the alltoallv of arbitrary parts: collectives only (unless uneven tiles do not nest,
-    where nothing else is possible)."""
+    where nothing else is possible).
+
+    >>> import scrimp
+    >>> program = scrimp.synthesize((8192, 8192), scrimp.Mesh({"x": 2, "y": 4}), "[x,y]", "[y,x]")
+    >>> program.received_nbytes, program.peak_numel
+    (33554432, 8388608)
+    """
     links = (cluster or _DEFAULT).on(mesh)
     return _synthesize(tuple(shape), mesh, Layout.parse(src), Layout.parse(dst), dtype_name(dtype), links, direct)
 
@@ -80,7 +85,7 @@ def _synthesize(
 
 
 def _preference(program: Program) -> tuple[float, int, int, int, str]:
-    """Cheapest first; of equals the fewest bytes, then the plainest steps."""
+    """Cheapest first; of equals the fewest bytes, then the simplest steps."""
     kinds = [step.kind for step in program.steps]
     arbitrary = kinds.count("direct") + kinds.count("exchange")
     return round(program.seconds, 12), program.received_nbytes, arbitrary, len(kinds), str(program)
@@ -124,7 +129,7 @@ def _direct_program(
     start: Layout,
     end: Layout,
 ) -> Program:
-    """One alltoallv, after the sums: those of the best collective program, or all-reduces where there is none."""
+    """One alltoallv, after the reductions: those of the best collective program, or all-reduces where there is none."""
     reduced = tuple(axis for axis in start.partial if axis not in end.partial)
     steps: tuple[Step, ...] = ()
     if reduced and collective:
@@ -152,10 +157,10 @@ def _validate(shape: tuple[int, ...], mesh: Mesh, src: Layout, dst: Layout, dtyp
     if new:
         raise MoveError(
             f"target {dst} is a partial sum over {[*merge_axes(new, mesh)]}, source {src} is not: "
-            "a move may finish partial sums or keep them, not make them"
+            "a move may reduce partial sums or keep them, not create them"
         )
     if start.partial != end.partial and dtype not in SUMMABLE:
-        raise MoveError(f"{src} -> {dst} must add {dtype} values, which loses them; cast to a wider dtype first")
+        raise MoveError(f"{src} -> {dst} must add {dtype} values, which loses precision; cast to a wider dtype first")
 
 
 def _countable(shape: tuple[int, ...], mesh: Mesh, dtype: str) -> None:
@@ -171,13 +176,13 @@ def _countable(shape: tuple[int, ...], mesh: Mesh, dtype: str) -> None:
 
 
 def lower_bound_numel(shape: Sequence[int], mesh: Mesh, src: Layout | str, dst: Layout | str) -> int:
-    """Elements that some device must receive whatever the program: its target tile less what it holds of it.
-    For layouts without partial sums."""
+    """A lower bound of the elements that some device receives in any program: its target tile less the part it holds already. For
+    layouts without partial sums."""
     have, want = (tiles(Layout.parse(layout), tuple(shape), mesh) for layout in (src, dst))
     return int(missing_numel(have, want).max())
 
 
 def clear_program_cache() -> None:
-    """Forget all programs, so that the next synthesis is a cold one: for benchmarks."""
+    """Clears the cache of programs, so that the next synthesis is a cold one: for benchmarks."""
     _synthesize.cache_clear()
     tiles.cache_clear()

@@ -1,6 +1,6 @@
-"""Tiles of all ranks at once, as arrays, and what a step makes each rank receive.
+"""Tiles of all ranks at once, as arrays, and what each rank receives in a step.
 
-`low[d, p]` and `high[d, p]` bound what rank p holds of dim d.
+`low[d, p]` and `high[d, p]` bound rank p's part of dim d.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def tiles(layout: Layout, shape: tuple[int, ...], mesh: Mesh, padded: tuple[int,
 
 
 def missing_numel(have: Tiles, want: Tiles) -> Ranks:
-    """Per rank, elements of the wanted tile that it does not hold."""
+    """Per rank, elements of the wanted tile that it lacks."""
     shared = np.minimum(have.high, want.high) - np.maximum(have.low, want.low)
     return want.numel - _product(np.maximum(shared, 0))
 
 
 def sources(have: Tiles, want: Tiles) -> Ranks:
-    """Per rank, how many other tiles it needs parts of."""
+    """Per rank, the number of other tiles that it needs parts of."""
     count = np.ones(want.low.shape[1], dtype=np.int64)
     for dim, chunk in enumerate(have.chunk):
         low, high = want.low[dim], want.high[dim]

@@ -1,1 +1,1 @@
-"""Running programs on torch.distributed."""
+"""Runs programs on torch.distributed."""

@@ -1,5 +1,5 @@
-"""What ranks compare before they run programs for the first time: a rank with another program, shape or dtype must
-end in an error on every rank, not in a hang on some."""
+"""Ranks compare programs before they run them for the first time: a rank with another program, shape or dtype must cause an error
+on every rank, not a hang on some."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(val
 
 
 def first_fault(programs: Sequence[Program], locals_: Sequence[torch.Tensor], rank: int) -> int | None:
-    """The first tensor that does not fit its program."""
+    """The index of the first tensor that does not fit its program."""
     for index, (program, local) in enumerate(zip(programs, locals_, strict=True)):
         expected = program.src.local_shape(program.shape, program.mesh, rank)
         if tuple(local.shape) != expected or str(local.dtype) != f"torch.{program.dtype}":
@@ -36,7 +36,7 @@ def fault_text(program: Program, rank: int, shape: Sequence[int], dtype: str) ->
 
 
 def agree(comm: Comm, programs: Sequence[Program], locals_: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Compare programs and tensors over all ranks, once per list of programs; the largest overload of any rank, and a
+    """Compares programs and tensors over all ranks, once per list of programs; returns the largest overload of any rank, and a
     tag for messages that is the same on all ranks for the same programs."""
     rank = comm.rank
     bad = first_fault(programs, locals_, rank)

@@ -1,7 +1,7 @@
-"""The ranks of a mesh as torch.distributed knows them: groups, and serving what steps ask for.
+"""The ranks of a mesh in torch.distributed: process groups, and serving of requests.
 
-Parts travel point to point over the one group of the mesh: no group is made for them. Only on NCCL are groups made,
-for gathers and sums, where its own algorithms save traffic between nodes; gloo's are slower than point to point.
+Parts are sent point to point over the one group of the mesh: no group is made for them. Only on NCCL are groups made, for gathers
+and sums, where its own algorithms save traffic between nodes; gloo's are slower than point to point.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Comm:
 
     def __init__(self, group: Any, ranks: Sequence[int]) -> None:
         self.group = group
-        self.world = dist.group.WORLD  # held, so that it can be told from a later one
+        self.world = dist.group.WORLD  # kept, to tell it from a later one
         self.ranks = tuple(ranks)  # global rank of each mesh rank
         self.rank = self.ranks.index(dist.get_rank())
         self.peers = tuple(dist.get_group_rank(group, rank) for rank in self.ranks)  # group rank of each mesh rank
         self.native: bool | None = None
-        self.agreed: dict[str, int] = {}  # programs that the ranks have compared, and what they learned
+        self.agreed: dict[str, int] = {}  # programs that the ranks have compared, and the results
         self._subgroups: dict[tuple[int, ...], Any] = {}
-        self._apart: Any = None  # for parts on CUDA
+        self._apart: Any = None  # the group for point-to-point parts on CUDA
 
     def serve(self, requests: Sequence[Request], tag: int = 0) -> None:
-        """Serve requests that are due at the same moment, each kind and group in one call. `tag` tells their messages
-        from those of other programs and of the user's own."""
+        """Serves concurrent requests, each kind and group in one call. `tag` separates their messages from those of other
+        programs and of the user."""
         self._exchange([request for request in requests if isinstance(request, Exchange)], TAGS + tag % TAGS)
         for kind, call in ((Gather, self._gather), (ReduceScatter, self._reduce_scatter), (AllReduce, self._all_reduce)):
             alike: dict[object, list[Any]] = defaultdict(list)
@@ -67,13 +67,13 @@ class Comm:
 
     @property
     def made(self) -> list[Any]:
-        """The groups that it made for itself."""
+        """The process groups it has made."""
         return [group for group in (*self._subgroups.values(), self._apart) if group is not None]
 
     def _op(self, op: Any, peer: int, data: torch.Tensor, tag: int) -> dist.P2POp:
         if data.device.type != "cuda":
             return dist.P2POp(op, data, group=self.group, group_peer=self.peers[peer], tag=tag)
-        if self._apart is None:  # NCCL knows no tags: a group of its own keeps parts from the user's messages
+        if self._apart is None:  # NCCL has no tags: a group of its own separates parts from the user's messages
             timeout = group_timeout(self.group, data.device)
             self._apart = dist.new_group(sorted(self.ranks), timeout=timeout, use_local_synchronization=True)
         return dist.P2POp(op, data, group=self._apart, peer=self.ranks[peer])
@@ -132,7 +132,7 @@ class Comm:
 
 def comm_for(mesh: Mesh, group: Any) -> Comm | None:
     """The communicator for a mesh on a group, a DeviceMesh of its shape, or the default group; None for one device."""
-    is_mesh = hasattr(group, "mesh_dim_names")  # a DeviceMesh, known by its looks so that its module is not loaded
+    is_mesh = hasattr(group, "mesh_dim_names")  # a DeviceMesh, recognised by attributes so that its module is not loaded
     if is_mesh:
         shape, sizes = tuple(group.mesh.shape), tuple(size for _, size in mesh.axes)
         if shape != sizes:
@@ -160,7 +160,7 @@ def comm_for(mesh: Mesh, group: Any) -> Comm | None:
 def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:
     world = dist.group.WORLD
     for stale in [key for key, comm in _comms.items() if comm.world is not world]:
-        del _comms[stale]  # destroy_process_group was called since: everything is made anew
+        del _comms[stale]  # destroy_process_group was called since: make everything again
     key = (None if group is None else id(group), ranks)
     if key not in _comms or (group is not None and _comms[key].group is not group):
         if group is None and sorted(ranks) == list(range(dist.get_world_size())):
@@ -173,7 +173,7 @@ def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:
 
 
 def end_group(group: Any) -> None:
-    """Destroy a process group, and what moves over it have made: sub-groups, and the communicator that would keep it alive."""
+    """Destroys a process group, and what moves made on it: sub-groups, and the communicator that would keep it alive."""
     for key in [key for key, comm in _comms.items() if comm.group is group]:
         for made in _comms.pop(key).made:
             dist.destroy_process_group(made)
@@ -195,8 +195,8 @@ def _by_peer(parts: list[list[Part]]) -> dict[int, list[torch.Tensor]]:
 
 
 def _raw(piece: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor: what only moves needs no dtype, and gloo knows few."""
-    # not view(-1): one element may be contiguous with any stride, and keep it
+    """The bytes of a contiguous tensor: a move without sums needs no dtype, and gloo supports few."""
+    # not view(-1): a tensor of one element is contiguous with any stride, and keeps it
     return piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)
 
 
@@ -209,7 +209,7 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _split(raw: torch.Tensor, pieces: list[torch.Tensor]) -> None:
-    """Bytes laid end to end, back into the tensors they are for."""
+    """Copies concatenated bytes back into their tensors."""
     start = 0
     for piece in pieces:
         _raw(piece).copy_(raw[start : start + piece.nbytes])

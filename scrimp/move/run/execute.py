@@ -1,8 +1,8 @@
-"""The steps of a program on one rank's array.
+"""Executes the steps of a program on one rank's array.
 
-Memory: a step packs what it sends, lets go of its input, receives, lets go of what it sent, and unpacks, so that no
-more than two arrays of a tile's size live at a time. Parts that lie in one piece are sent and received in place.
-Where some rank must send more than a tile (few holders, many needers), the exchange goes in rounds through a stage.
+Memory: a step packs what it sends, frees its input, receives, frees what it sent, and unpacks, so that no more than two arrays of
+a tile's size are live at a time. Contiguous parts are sent and received in place. Where some rank must send more than a tile (few
+holders, many receivers), the exchange goes in rounds through a staging buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STAGE_SHARE = 8
 
 
 def stage_nbytes(program: Program) -> int:
-    """What a run may hold beyond two tiles."""
+    """Bytes that a run may hold beyond two tiles."""
     return max(STAGE_FLOOR_NBYTES, program.cap_numel * program.itemsize // STAGE_SHARE)
 
 
@@ -30,7 +30,7 @@ Order = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
 class Holder:
-    """The array between steps. Only it refers to the array, so that `release` frees the memory at once."""
+    """The array between steps. It has the only reference to the array, so that `release` frees the memory at once."""
 
     def __init__(self, local: torch.Tensor, *, donate: bool) -> None:
         self.array = local
@@ -38,17 +38,17 @@ class Holder:
         self._donate = donate
 
     def release(self) -> None:
-        """Let go of the array: what is still needed of it has been packed."""
+        """Frees the array: all parts still needed have been packed."""
         self.array = self.array.new_empty(0)
         if self._input is not None and self._donate:
             storage = self._input.untyped_storage()
-            # Contiguous and as large as the storage: it is all of it, not a view that repeats a part.
+            # Contiguous and as large as the storage: it is all of it, not an expanded view.
             if storage.resizable() and self._input.is_contiguous() and storage.nbytes() == self._input.nbytes:
                 storage.resize_(0)
         self._input = None
 
     def finish(self) -> torch.Tensor:
-        """The result: contiguous, and sharing nothing with an input."""
+        """The result: contiguous, and sharing no storage with an input."""
         if self._input is None and self.array.is_contiguous():
             return self.array
         result = self.array.clone(memory_format=torch.contiguous_format)
@@ -57,15 +57,15 @@ class Holder:
 
 
 def overload(program: Program, rank: int) -> int:
-    """How many tiles' worth this rank must send at most in a step where anything may go anywhere, rounded up."""
+    """The most tiles' worth that this rank sends in a step with arbitrary exchanges, rounded up."""
     loose = [step for step in program.steps if step.kind in ("exchange", "direct")]
     most = max((routes(program, step, rank).sent_numel for step in loose), default=0)
     return -(-most // max(program.cap_numel, 1))
 
 
 def execute(program: Program, step: Step, rank: int, holder: Holder, *, order: Order | None, load: int) -> Iterator[Request]:
-    """Run one step. With an `order` gathers and sums are collectives of the backend, among mesh ranks that it puts as
-    their sub-group does; `load` is the largest overload of any rank."""
+    """Runs one step. With an `order`, gathers and sums are collectives of the backend, among mesh ranks in the order of their
+    sub-group; `load` is the largest overload of any rank."""
     members = program.mesh.group(rank, step.axes)
     if step.kind == "all_reduce" and 0 in program.shape:
         return
@@ -74,7 +74,7 @@ def execute(program: Program, step: Step, rank: int, holder: Holder, *, order: O
         return
     part = routes(program, step, rank)
     if program.padded != program.shape or 0 in program.shape:
-        order = None  # collectives of the backend want equal parts, and something to do
+        order = None  # collectives of the backend need equal, non-empty parts
     if step.kind == "slice":
         holder.array = _view(holder.array, part.after, part.before)
     elif step.kind == "reduce_scatter" and order:
@@ -103,7 +103,7 @@ def execute_between(mesh: Mesh, part: Routes, rank: int, holder: Holder, sums: t
 
 
 def _pack(holder: Holder, part: Routes) -> tuple[list[Part], torch.Tensor, bool]:
-    """What is sent, what is kept, and whether both are copies: then the array has been let go of."""
+    """The parts to send, the part to keep, and whether both are copies: then the array has been freed."""
     array = holder.array
     parts = [Part(peer, _view(array, box, part.before)) for peer, box in part.sends]
     kept = _view(array, part.kept, part.before)
@@ -121,7 +121,7 @@ def _pack(holder: Holder, part: Routes) -> tuple[list[Part], torch.Tensor, bool]
 
 
 def _exchange(holder: Holder, part: Routes) -> Iterator[Request]:
-    """Parts change hands; covers all_to_all, permute, exchange, direct, and gathers without a collective."""
+    """Exchanges parts; covers all_to_all, permute, exchange, direct, and gathers without a collective."""
     sends, kept, copied = _pack(holder, part)
     if all(_is_one_piece(part.after, box) for _, box in part.receives):
         out = kept.new_empty(_shape(part.after))
@@ -145,7 +145,7 @@ def _exchange(holder: Holder, part: Routes) -> Iterator[Request]:
 
 
 def _exchange_in_rounds(holder: Holder, part: Routes, rounds: int) -> Iterator[Request]:
-    """The same through a stage: every part is cut along its longest dim into as many pieces as there are rounds."""
+    """The same through a staging buffer: every part is cut along its longest dim into as many pieces as there are rounds."""
     out = holder.array.new_empty(_shape(part.after))
     _view(out, part.kept, part.after).copy_(_view(holder.array, part.kept, part.before))
     for number in range(rounds):
@@ -164,7 +164,7 @@ def _exchange_in_rounds(holder: Holder, part: Routes, rounds: int) -> Iterator[R
 
 
 def _reduce_scatter(holder: Holder, part: Routes, members: tuple[int, ...], rank: int) -> Iterator[Request]:
-    """Each member's summand of my part, added in the members' order, so that equal runs give equal bits."""
+    """Adds each member's summand of this rank's part in the members' order, so that equal runs give equal bits."""
     sends, kept, _ = _pack(holder, part)
     summands = kept.new_empty((len(members), *_shape(part.after)))
     summands[members.index(rank)].copy_(kept)
@@ -179,8 +179,8 @@ def _reduce_scatter(holder: Holder, part: Routes, members: tuple[int, ...], rank
 def _reduce_scatter_in_rounds(
     holder: Holder, part: Routes, members: tuple[int, ...], rank: int, per_round: int
 ) -> Iterator[Request]:
-    """The same where the summands of all members together are more than a tile (a dim shorter than the axis): in each
-    round some members send, and everyone adds what it got."""
+    """The same where the summands of all members together are more than a tile (a dim shorter than the axis): in each round some
+    members send, and every rank adds the summands it received."""
     parts = [Part(peer, _copy(_view(holder.array, box, part.before))) for peer, box in part.sends]
     total = _copy(_view(holder.array, part.kept, part.before))
     holder.release()
@@ -189,7 +189,7 @@ def _reduce_scatter_in_rounds(
         givers = [member for member in senders if member != rank and total.numel()]
         summands = [Part(member, torch.empty_like(total)) for member in givers]
         yield Exchange(sends=parts if rank in senders else [], receives=summands)
-        while summands:  # no name may keep one alive into the next round
+        while summands:  # no variable may keep one alive into the next round
             total += summands.pop(0).piece
         if rank in senders:
             parts.clear()
@@ -208,7 +208,7 @@ def _native_reduce_scatter(holder: Holder, part: Routes, members: tuple[int, ...
 
 
 def _native_all_gather(holder: Holder, part: Routes, members: tuple[int, ...]) -> Iterator[Request]:
-    """Lands in place where the parts lie in one piece and in order."""
+    """Gathers in place where the parts are contiguous and in order."""
     array = _contiguous(holder)
     gathered = array.new_empty((len(members), *array.shape))
     yield Gather(members=members, local=array, out=gathered)
@@ -258,7 +258,7 @@ def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int) -> Iterator
 
 
 def _contiguous(holder: Holder) -> torch.Tensor:
-    """The array in one piece; if that takes a copy, the array is let go of."""
+    """The array as contiguous memory; if that takes a copy, the array is freed."""
     array = holder.array
     if array.is_contiguous():
         return array
@@ -273,7 +273,7 @@ def _shape(box: Box) -> tuple[int, ...]:
 
 
 def _view(array: torch.Tensor, box: Box, inside: Box) -> torch.Tensor:
-    """The part of an array that holds box `inside`."""
+    """The view of the box in an array that holds the box `inside`."""
     index = tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, inside, strict=True))
     return array[index] if index else array
 
@@ -283,7 +283,7 @@ def _copy(array: torch.Tensor) -> torch.Tensor:
 
 
 def _is_one_piece(whole: Box, box: Box) -> bool:
-    """Whether a part lies in one piece of the contiguous array that holds `whole`."""
+    """Whether a part is contiguous in the contiguous array that holds `whole`."""
     split = False
     for (start, stop), (lo, hi) in zip(box, whole, strict=True):
         if split and (start, stop) != (lo, hi):

@@ -1,8 +1,8 @@
-"""Many tensors at once: re-sharding a whole model in few calls.
+"""Reshards many tensors in few calls, such as those of a whole model.
 
-Tensors are taken in buckets of bounded bytes. Within a bucket the programs run in step, so that a bucket costs as many
-calls as its longest program, not as many as it has tensors. What is joined for one call is copied once more on either
-side, so a bucket takes up to about four and a half times its bytes while it runs.
+Tensors are processed in buckets of bounded bytes. Within a bucket the programs run in lockstep, so that a bucket costs as many
+calls as its longest program, not as many as it has tensors. Tensors joined for one call are copied once more on either side, so a
+bucket takes up to about four and a half times its bytes while it runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,16 @@ def redistribute_many(
     """Move local tensors, each given as (tensor, source layout, target layout), to their targets.
 
     The global shape is taken to be the local one times the number of tiles; give it as a fourth entry where a dim does
-    not divide evenly. With `donate` each input loses its storage as its bucket is run, unless it shares it with another."""
+    not divide evenly. With `donate` each input loses its storage as its bucket is run, unless it shares it with another.
+
+    >>> import scrimp, torch
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> outs = scrimp.redistribute_many([(torch.ones(4, 4), "[x,-]", "[-,x]")], scrimp.Mesh({"x": 1}))
+    >>> outs[0].shape
+    torch.Size([4, 4])
+    >>> dist.destroy_process_group()
+    """
     programs = [_program(index, item, mesh, cluster, direct) for index, item in enumerate(items)]
     # A storage that several items share (tied weights) is needed until the last of them has run: it is not donated.
     storages = Counter(item[0].untyped_storage()._cdata for item in items)

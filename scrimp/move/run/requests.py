@@ -1,5 +1,5 @@
-"""What a step asks of the network. A step is a generator that yields requests and goes on when they are served, so
-that one driver can serve one step at a time, and another the same moment of many tensors' steps in one call."""
+"""Communication requests of a step. A step is a generator that yields requests and resumes when they are served, so that one
+driver can serve one step at a time, and another the same request of many tensors' steps in one call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """`out` (members x local) gets the `local` of every member, in the order of `members`."""
+    """`out` (members x local) receives the `local` of every member, in the order of `members`."""
 
     members: tuple[int, ...]
     local: torch.Tensor
@@ -35,7 +35,7 @@ class Gather:
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter:
-    """`out` gets the sum of the members' `parts[k]`, k being its place in the order of `members`."""
+    """`out` receives the sum of the members' `parts[k]`, k being its place in the order of `members`."""
 
     members: tuple[int, ...]
     parts: torch.Tensor

@@ -1,6 +1,6 @@
-"""Running programs on torch.distributed: one, or many in step with each other.
+"""Runs programs on torch.distributed: one, or many in lockstep.
 
-Memory of one run: with the input donated at most twice the larger tile plus a stage of max(1 MiB, 1/8 of that tile);
+Memory of one run: with the input donated at most twice the larger tile plus a staging buffer of max(1 MiB, 1/8 of that tile);
 with the input kept, that plus the input. Every rank of the mesh enters every step.
 """
 
@@ -30,8 +30,8 @@ def run_program(program: Program, local: torch.Tensor, *, group: Any = None, don
 def run_in_step(
     programs: Sequence[Program], locals_: Sequence[torch.Tensor], *, group: Any = None, donate: Sequence[bool] = ()
 ) -> list[torch.Tensor]:
-    """Run programs on one mesh side by side: what their steps ask for at the same moment is sent in one call. `donate`
-    says of each input whether it may lose its storage; none may, if it is empty."""
+    """Runs programs on one mesh in lockstep: their concurrent requests are served in one call. `donate`: for each input whether
+    it may lose its storage; empty: none may."""
     comm = comm_for(programs[0].mesh, group)
     if comm is None or not any(program.steps for program in programs):
         rank = 0 if comm is None else comm.rank
@@ -53,7 +53,7 @@ def run_in_step(
         except (RuntimeError, ValueError) as error:
             raise MoveError(
                 f"mesh rank {comm.rank} of {len(comm.ranks)} failed in {where[0]}: {str(error).strip() or repr(error)}. "
-                "A rank may have died, hung, or run another program; look at the ranks that did not report"
+                "A rank may have died, hung, or run another program; check the ranks that did not report"
             ) from error
         return [
             holder.finish() if program.steps else local for program, holder, local in zip(programs, holders, locals_, strict=True)
@@ -61,7 +61,8 @@ def run_in_step(
 
 
 def _serve_next(comm: Comm, pending: list[Iterator[Request]], tag: int) -> list[Iterator[Request]]:
-    """Serve what each run asks for next; the runs that asked. No request outlives this: it would hold its tensors."""
+    """Serves the next request of each run; returns the runs that had one. No request outlives this call: it would hold its
+    tensors."""
     requests, asked = [], []
     for steps in pending:
         request = next(steps, None)
@@ -89,8 +90,8 @@ def run_between(
     key: str,
     group: Any = None,
 ) -> torch.Tensor:
-    """Add up over the axes `sums`, then exchange directly between boxes that are given for every rank and need not be
-    tiles of a layout. `key` is the same on all ranks exactly when they mean the same move."""
+    """Sums over the axes `sums`, then exchanges directly between given boxes of every rank, which need not be tiles of a layout.
+    `key` is the same on all ranks exactly when they run the same move."""
     comm = comm_for(mesh, group)
     if comm is None:
         return local

@@ -16,9 +16,10 @@ def group_timeout(group: Any, device: torch.device) -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
-def all_gather_flat(out: torch.Tensor, local: torch.Tensor, group: Any) -> None:
+def all_gather_flat(out: torch.Tensor, local: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:
+    """`async_op`: return at once, with a handle to wait for."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, local, group=group)
+    return gather(out, local, group=group, async_op=async_op)
 
 
 def reduce_scatter_flat(out: torch.Tensor, local: torch.Tensor, group: Any) -> None:

@@ -1,1 +1,1 @@
-"""The plan, and what it answers."""
+"""`Plan` and its methods: explain, diff, what_if, and operators that stay unsharded."""

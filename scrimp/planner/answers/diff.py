@@ -1,7 +1,7 @@
-"""What two plans have not in common: what they were made for, what they take, and layer by layer what they chose.
+"""`Plan.diff`: compares two plans' settings, memory and time, and layer by layer their sharding choices.
 
-Plans of one model may have its layers in other groups, so layers are compared one by one, by their place in the forward; those
-that stand next to each other and differ in the same way are said once.
+Two plans of one model may group its layers differently. So layers are compared one by one, by position in the forward, and
+neighbours that differ in the same way are reported once.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ FIGURE, WEIGHT, SAVED, LAYOUT = "figure", "weight", "saved", "layout"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`kind`: "figure" (of the whole plan), "weight" (`what` is its name in its layer), "saved" (what becomes of what an operator
-    saves), "layout" (of an operator's tensors). `one`, `other`: empty where that plan has no such thing."""
+    """One difference. `kind`: "figure" (of the whole plan), "weight" (`what` is its name in its layer), "saved" (keep, recompute
+    or offload), "layout" (of an operator's tensors). `one`, `other`: empty where that plan lacks the item."""
 
     kind: str
     what: str
     one: str
     other: str
-    more: str = ""  # of the other, where it is a number
+    more: str = ""  # the change from `one` to `other`, for numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayersDiffer:
-    """`count` layers from `first` on."""
+    """`count` consecutive layers from `first` on that differ in the same way."""
 
     path: str
     first: int
@@ -45,7 +45,7 @@ class LayersDiffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """False where the plans are alike."""
+    """All differences between two plans; falsy if there are none."""
 
     figures: tuple[Row, ...]
     layers: tuple[LayersDiffer, ...]
@@ -106,12 +106,12 @@ def _clusters(one: Plan, other: Plan) -> tuple[str, str]:
 
 def _cluster_name(plan: Plan) -> str:
     hardware = Cluster.from_json(plan.cluster).hardware
-    return "one that says nothing of its devices" if hardware is None else f"{hardware.devices}x{hardware.kind}"
+    return "a cluster without device data" if hardware is None else f"{hardware.devices}x{hardware.kind}"
 
 
 def _layers(one: Plan, other: Plan) -> Iterator[LayersDiffer]:
     if _count(one) != _count(other):
-        return  # of other models: their layers have nothing to do with each other
+        return  # plans of different models: their layers cannot be compared
     found: LayersDiffer | None = None
     for first, last in pairwise(sorted({*_borders(one), *_borders(other)})):
         a, b = _at(one, first), _at(other, first)
@@ -171,7 +171,7 @@ def _figure_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _layer_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """What changed in the same way is said once; a layer has a hundred operators, so these are counted."""
+    """Reports equal changes once; operators are counted, because a layer has about a hundred."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         change = ("", "") if row.kind == LAYOUT else (row.one or "none", row.other or "none")

@@ -1,12 +1,13 @@
-"""Why a weight or an operator is as it is: what was chosen, what would be chosen next and what that costs.
+"""`Plan.explain`: why a weight or an operator is sharded as it is, the next best choice, and that choice's price.
 
-Each answer is found by asking once more, for the same objective and within the same limit, with what was chosen forbidden:
+The solver runs again, for the same objective and within the same limit, with one choice forbidden; the difference is that
+choice's price:
 
     split      the group must be split in another way
-    saved      something else must become of what it saves for the backward
-    at rest    its weights must be in another place, while they are used or at rest
+    saved      its saved activations must be treated in another way (keep, recompute, offload)
+    at rest    its weights must be sharded in another way, while they are used or at rest
 
-All else may change with it.
+All other choices are free to change with it.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from scrimp.planner.solver.problem import Problem
 from scrimp.planner.solver.solve import TIME, Solution, solve
 
 SPLIT, SAVED, AT_REST = "split", "saved", "at rest"
-GAP = 1e-3  # how near to the best the next best is looked for
-MORE = 0.01  # of the peak, over which a byte's price is taken where the linear program says nothing
+GAP = 1e-3  # relative optimality gap for the next best choice
+MORE = 0.01  # part of the peak over which the price of a byte is taken where the linear program has no dual price
 
-LOADED = "this plan was loaded, and what it was made from is not in the file: plan again to have it explained"
+LOADED = "this plan was loaded from a file, which does not hold the model: plan again, then call explain"
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextBest:
-    """`peak_nbytes` and `seconds`: more than the plan's, or less. `others`: how many other choices change with it. `gap`: by how
-    much at most a better one was missed, as a part of the whole plan's peak (or of what was to be least)."""
+    """`peak_nbytes` and `seconds`: difference to the plan, negative if less. `others`: how many other choices change with it.
+    `gap`: optimality gap of this solve, relative to the whole plan's objective."""
 
     chosen: tuple[str, ...]
     peak_nbytes: int
@@ -47,20 +48,20 @@ class NextBest:
 
     @property
     def is_better(self) -> bool:
-        """Than what was chosen, which is the best only up to the plan's gap."""
+        """Whether it beats the plan, which is optimal only up to its own gap."""
         return self.peak_nbytes <= 0 and self.seconds <= 0 and (self.peak_nbytes, self.seconds) != (0, 0)
 
     def __str__(self) -> str:
         changes = f"; {self.others} other choice{'s' if self.others > 1 else ''} change{'' if self.others > 1 else 's'}"
-        better = "; better, as the plan is the best only up to its gap" if self.is_better else ""
-        sure = f"; within {self.gap:.1%} of the best, by the time that there was" if self.gap > GAP else ""
+        better = "; better, because the plan is optimal only up to its gap" if self.is_better else ""
+        sure = f"; optimality gap {self.gap:.1%} when the time was up" if self.gap > GAP else ""
         price = f"{_more_nbytes(self.peak_nbytes)}, {_more_seconds(self.seconds)}"
         return f"{'; '.join(self.chosen)}: {price}{changes if self.others else ''}{better}{sure}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`what`: "split", "saved" or "at rest". `next_best`: if there is one; else `why_none`."""
+    """`what`: "split", "saved" or "at rest". `next_best`: None if there is none; `why_none` then tells why."""
 
     what: str
     chosen: tuple[str, ...]
@@ -70,8 +71,8 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupExplained:
-    """Operators that are split alike. `layers`: those that choose together. `held`: bytes at the peak by kind, of all of them;
-    `copies_nbytes`: of what is moved between them and others, then."""
+    """Operators that share one split. `layers`: those that choose together. `held`: bytes of all these layers at the peak, by
+    kind; `copies_nbytes`: of resharded copies between this group and others at the peak."""
 
     name: str
     layers: tuple[str, ...]
@@ -81,8 +82,8 @@ class GroupExplained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """Of one stage."""
+class _Source:
+    """The problem and its solution for one pipeline stage."""
 
     assembly: Assembly
     problem: Problem
@@ -92,8 +93,8 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """`seconds_per_byte`: what a byte more would save: by the linear program; or, where that says nothing since there is no plan
-    with less, by the least seconds with `over_nbytes` more."""
+    """`seconds_per_byte`: step time saved by one more byte, from the linear program's dual price; or, where that has none since
+    no plan needs less memory, from the fastest plan with `over_nbytes` more."""
 
     name: str
     mesh: str
@@ -124,7 +125,7 @@ class Explanation:
             "",
             f"The peak is {format_nbytes(self.peak_nbytes)}, at {self.where}.",
             f"{over}." if self.seconds_per_byte else "More saves no time.",
-            *(["The next best are of the ways to split that were looked at: there are too many for all."] if self.near else []),
+            *(["The next best is from the options that were searched: there are too many for all."] if self.near else []),
         ]
         return "\n".join(lines)
 
@@ -156,15 +157,15 @@ def explain(plan: Plan, name: str, *, seconds: float) -> Explanation:
 
 
 def _in_its_stage(plan: Plan, schedule: Schedule, name: str, seconds: float) -> Explanation:
-    """Every stage was planned by itself."""
+    """Explains within the stage that holds `name`: each stage is a problem of its own."""
     trouble: PlanError | None = None
     for stage in schedule.stages:
         if stage.source is None:
             raise PlanError(LOADED)
         one, solution = stage.source
         if len(one.assemblies) > 1:
-            raise PlanError("this plan has several pieces on a device: explained are plans without interleaving")
-        source = _Asked(assembly=one.assemblies[0], problem=one.problem, solution=solution)
+            raise PlanError("explain does not support interleaved pipelines: this plan has several model chunks on a device")
+        source = _Source(assembly=one.assemblies[0], problem=one.problem, solution=solution)
         try:
             find(source.assembly, name)
         except PlanError as error:
@@ -176,8 +177,8 @@ def _in_its_stage(plan: Plan, schedule: Schedule, name: str, seconds: float) -> 
 
 
 def _price(plan: Plan, seconds: float) -> tuple[float, int]:
-    """Of a byte, and over how many more it was taken. A plan of the least memory has none by the linear program: with fewer bytes
-    nothing can be chosen, so a byte is worth any time."""
+    """Seconds saved per byte, and over how many bytes that was taken. A plan of minimal memory has no dual price: no plan exists
+    with fewer bytes."""
     source = plan.source
     if source.solution.seconds_per_byte or plan.objective == TIME:
         return source.solution.seconds_per_byte, 0
@@ -211,7 +212,7 @@ def _choice(plan: Plan, where: Where, what: str, seconds: float) -> Choice:
     source, choice = plan.source, plan.source.solution.choice
     chosen = _words(source.assembly, where, what, choice)
     if seconds <= 0:
-        return Choice(what=what, chosen=chosen, next_best=None, why_none="not looked for: the time was up")
+        return Choice(what=what, chosen=chosen, next_best=None, why_none="not searched: the time was up")
     forbidden = _forbidden(source.assembly, where, what, choice)
     try:
         other = next_best(source.problem, choice, forbidden, objective=plan.objective, seconds=seconds, gap=GAP)
@@ -233,7 +234,7 @@ def _choice(plan: Plan, where: Where, what: str, seconds: float) -> Choice:
 
 
 def _forbidden(assembly: Assembly, where: Where, what: str, choice: Sequence[int]) -> Forbidden:
-    """All that comes to the same as what was chosen."""
+    """All options equivalent to the chosen one."""
     node, ways = assembly.nodes[where], assembly.ways[where]
     options = range(len(assembly.parts[where[0]].model.options[where[1]]) * len(ways.names))
     if what == SPLIT:
@@ -267,7 +268,7 @@ def _words(assembly: Assembly, where: Where, what: str, choice: Sequence[int]) -
 
 
 def _weights(assembly: Assembly, where: Where, choice: Sequence[int]) -> tuple[PlannedWeight, ...]:
-    """Those that the group has at rest."""
+    """The weights whose sharding at rest this group chooses."""
     model = assembly.parts[where[0]].model
     named = dict(assembly.graph.layers[assembly.parts[where[0]].first].parameters)
     option, _ = option_of(assembly, *where, choice)

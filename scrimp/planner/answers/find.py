@@ -1,4 +1,4 @@
-"""Which choices a name stands for: of a weight, of a module, of a layer."""
+"""Finds the operator groups behind a name: of a weight, of a module, of a layer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from scrimp.planner.build.assembly import Assembly
 
 Where = tuple[int, int]  # a part and a group in it
 
-_NEAR = 6  # names that are offered in place of one that is not known
+_NEAR = 6  # how many known names an error message suggests
 
 
 def find(assembly: Assembly, name: str) -> tuple[Where, ...]:
-    """`PlanError` with names that look like it, if there is none such."""
+    """Raises `PlanError` with similar names if the name is unknown."""
     known = known_names(assembly)
     if name in known:
         return tuple(known[name])
@@ -25,8 +25,8 @@ def find(assembly: Assembly, name: str) -> tuple[Where, ...]:
 
 
 def known_names(assembly: Assembly) -> dict[str, dict[Where, None]]:
-    """Of each weight the group that has it at rest; of each module, up to the layer's own, those that have their main operator
-    in it, or, if there are none, any operator."""
+    """All names: each weight maps to the group that holds it at rest; each module, up to its layer, to the groups whose main
+    operator is in it, or, if there are none, to those with any operator in it."""
     found: dict[str, dict[Where, None]] = {}
     follow: dict[str, dict[Where, None]] = {}
     weights: dict[str, Where] = {}
@@ -40,24 +40,24 @@ def known_names(assembly: Assembly) -> dict[str, dict[Where, None]]:
                     (found if op is main else follow).setdefault(name, {})[k, g] = None
         for name, full in layer.parameters:
             if name in model.weights:
-                weights.setdefault(full, (k, model.uses[name][0].group))  # one that is tied is where it is used first
+                weights.setdefault(full, (k, model.uses[name][0].group))  # a tied weight belongs to its first use
     return {**follow, **found, **{name: {where: None} for name, where in weights.items()}}
 
 
 def ops_of(assembly: Assembly, where: Where) -> list[Op]:
-    """Of a group, those of the forward if it has any."""
+    """The group's forward operators, or all of them if it has none in the forward."""
     model = assembly.parts[where[0]].model
     ops = [model.graph.ops[member.op] for member in model.groups[where[1]].members]
     return [op for op in ops if not op.backward] or ops
 
 
 def main_op(assembly: Assembly, where: Where) -> Op:
-    """The one with the most work."""
+    """The operator with the most FLOPs."""
     return max(ops_of(assembly, where), key=lambda op: op.flops)
 
 
 def path_of(graph: Graph, layer: int, op: Op) -> str:
-    """The module of an operator in a layer. Layers that are alike share operators, and those know one of the layers' modules."""
+    """The module path of an operator in a layer. Identical layers share one graph, which has the module paths of one of them."""
     module = op.where.partition(", ")[0]
     here = graph.layers[layer]
     for other in graph.layers:

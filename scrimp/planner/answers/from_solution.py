@@ -1,4 +1,4 @@
-"""From the numbers of a solution back to a plan."""
+"""Translates a solver solution back into a `Plan`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def layers_of(assembly: Assembly, solution: Solution) -> Iterator[PlannedLayers]
 
 
 def plan_fields(assembly: Assembly, solution: Solution) -> dict[str, Any]:
-    """What a `Plan` says of a solution, whoever asked for it."""
+    """The fields of a `Plan` that follow from the solution."""
     return {
         "memory": memory_of(assembly, solution),
         "seconds": solution.seconds,
@@ -65,19 +65,19 @@ def plan_fields(assembly: Assembly, solution: Solution) -> dict[str, Any]:
 
 
 def planned_anew(plan: Plan, problem: Problem, solution: Solution, objective: str, again: Callable[..., Plan]) -> Plan:
-    """The same model on the same mesh, with another answer. `again`: as `PlanSource` has it."""
+    """A new plan of the same model on the same mesh from another solution. `again`: see `PlanSource`."""
     source = replace(plan.source, problem=problem, solution=solution, again=again)
     return replace(plan, objective=objective, source=source, **plan_fields(plan.source.assembly, solution))
 
 
 def option_of(assembly: Assembly, k: int, group: int, choice: Sequence[int]) -> tuple[Option, str]:
-    """How a part's group is split, and what becomes of what it saves."""
+    """A group's sharding option, and its activation policy (keep, recompute, offload)."""
     chosen, ways = choice[assembly.nodes[k, group]], assembly.ways[k, group]
     return assembly.parts[k].model.options[group][ways.split_of(chosen)], ways.way_of(chosen)
 
 
 def level_of(assembly: Assembly, k: int, group: int, choice: Sequence[int]) -> tuple[int, ...]:
-    """By axis, what a group's weights share out at rest."""
+    """The group's ZeRO level along each mesh axis."""
     if (k, group) not in assembly.rest:
         return (0,) * len(assembly.moves.mesh.axes)
     return levels(assembly.moves.mesh, assembly.precision)[choice[assembly.rest[k, group]]]
@@ -95,7 +95,7 @@ def planned_op(op: Op, option: Option, way: str) -> PlannedOp:
 
 
 def planned_weight(name: str, place: Placed, mesh: Mesh, level: Sequence[int]) -> PlannedWeight:
-    """`place`: as it is used; `level`: what each axis shares out, those that split it anyhow nothing more."""
+    """`place`: sharding in use; `level`: ZeRO level along each axis. Axes that already split the weight add nothing."""
     axes = {
         least: tuple(axis for axis, each in zip(mesh.names, level, strict=True) if axis not in place.axes and each >= least)
         for least in (STATES, GRADIENTS, WEIGHTS)

@@ -1,4 +1,4 @@
-"""What was planned: where every tensor of every operator is, what that takes, and how good it is at least."""
+"""`Plan`: the layout of every tensor, predicted memory and step time, and the proven optimality gap."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from scrimp.planner.answers.explain import Explanation
 
 FORMAT, VERSION = "scrimp.plan", 1
-NOISE = 0.01  # of a plan's peak, or of its step: less is not worth a word
+NOISE = 0.01  # of a plan's peak, or of its step; smaller costs are not reported
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Bytes of a kind on a device at the peak, and how many of them other devices have too."""
+    """Bytes of one kind on a device at the peak, and how many of them are replicated on other devices."""
 
     kind: str
     nbytes: int
@@ -32,9 +32,9 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptWhole:
-    """An operator without a rule, that every device runs whole, `times` over in a step; `where`: the first of them.
-    `redundant_nbytes`: of what it reads and makes, on a device while it runs, what others have too, at most. `seconds`: by how
-    much a step is longer than if every device did its share, with what is moved to where it runs."""
+    """An operator without a sharding rule, which every device runs unsharded, `times` in a step; `where`: its first call.
+    `redundant_nbytes`: replicated bytes of its inputs and outputs on a device while it runs, at most. `seconds`: added step time
+    compared with an even split, including the resharding around it."""
 
     target: str
     where: str
@@ -45,15 +45,15 @@ class KeptWhole:
     def __str__(self) -> str:
         more = f" and {self.times - 1} more" if self.times > 1 else ""
         return (
-            f"{self.target} ({self.where}{more}) has no rule, so every device runs all of it: while it runs a device has "
-            f"{format_nbytes(self.redundant_nbytes)} that others have too, and a step is {self.seconds * 1e3:.3g} ms longer; "
+            f"{self.target} ({self.where}{more}) has no rule, so every device runs all of it: while it runs a device holds "
+            f"{format_nbytes(self.redundant_nbytes)} of replicated data, and a step is {self.seconds * 1e3:.3g} ms longer; "
             f"`scrimp rules discover {self.target}` may find a rule"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMemory:
-    """Of a device. `where`: the operator that runs at the peak."""
+    """Peak memory of one device. `where`: the operator that runs at the peak."""
 
     peak_nbytes: int
     kinds: tuple[Kind, ...]
@@ -61,14 +61,14 @@ class PlannedMemory:
 
     @property
     def floor_nbytes(self) -> int:
-        """What it would be if every byte of that moment were on one device alone."""
+        """The peak if each byte held then were on one device only."""
         return self.peak_nbytes - sum(kind.redundant_nbytes for kind in self.kinds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedOp:
-    """Layouts of an operator's tensors: as it needs them, and as it makes them. `saved`: what becomes of what its group saves
-    for the backward, "keep", "recompute" or "offload"."""
+    """Layouts that an operator needs for its inputs and produces for its outputs. `saved`: its group's activation policy, "keep",
+    "recompute" or "offload"."""
 
     name: str
     target: str
@@ -79,7 +79,8 @@ class PlannedOp:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedWeight:
-    """`layout` while it is used; beyond that its weight, gradient and states are shared out over these axes at rest."""
+    """`layout`: sharding while the weight is used. At rest its weight, gradient and optimizer states are also sharded over these
+    axes."""
 
     name: str
     layout: str
@@ -88,7 +89,7 @@ class PlannedWeight:
     state_axes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Its layout in use, and what is shared out beyond that."""
+        """The layout in use, and the additional sharding at rest."""
         axes = {"weight": self.weight_axes, "gradient": self.gradient_axes, "states": self.state_axes}
         if len({*axes.values()}) == 1:
             return f"{self.layout}{f', all over {_star(self.weight_axes)} at rest' if self.weight_axes else ''}"
@@ -97,7 +98,7 @@ class PlannedWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayers:
-    """`count` alike layers from `first` on, which is at `path`; `last`: the path of the last of them, where it is known."""
+    """`count` identical layers from `first` on, which is at `path`; `last`: path of the last of them, where known."""
 
     path: str
     first: int
@@ -109,22 +110,22 @@ class PlannedLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
-    """`pieces`: of the model's layers, each from one to before another. `in_flight`: forwards through a piece whose backward is
-    still to come, at the most. `received`: layouts of what comes from other stages: "input" and "gradient" of an output, by the
-    number of the layer that has it. `memory`: of one of its devices. `seconds`: that it works in a step, without waiting."""
+    """One pipeline stage. `pieces`: its model chunks, as (first layer, stop). `in_flight`: the most micro-batches of a chunk
+    between their forward and their backward. `received`: layouts of tensors from other stages: "input", and "gradient" of an
+    output, by layer number. `memory`: of one of its devices. `seconds`: busy time in a step, without the bubble."""
 
     pieces: tuple[tuple[int, int], ...]
     in_flight: int
     received: tuple[tuple[str, str], ...]
     memory: PlannedMemory
     seconds: float
-    source: Any = field(default=None, compare=False, repr=False)  # the stage and its answer, where it was planned just now
+    source: Any = field(default=None, compare=False, repr=False)  # stage and solution, only in the process that planned it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One forward, one backward: interleaved if stages have more than one piece. `bubble`: the share of a step in which a device
-    waits, on average."""
+    """A 1F1B schedule, interleaved if stages have more than one chunk. `bubble`: mean share of a step in which a device is
+    idle."""
 
     micro_batches: int
     stages: tuple[PlannedStage, ...]
@@ -135,9 +136,9 @@ class Schedule:
         return len(self.stages[0].pieces)
 
     def lines(self) -> list[str]:
-        """To read."""
+        """The schedule as text."""
         if len(self.stages) == 1:
-            return [f"schedule  {self.micro_batches} micro-batches one after the other, their gradients summed up"]
+            return [f"schedule  {self.micro_batches} micro-batches in sequence, with gradient accumulation"]
         how = "1F1B" if self.interleave == 1 else f"1F1B, interleaved: {self.interleave} pieces a stage"
         lines = [
             f"schedule  {len(self.stages)} stages, {self.micro_batches} micro-batches, {how}; devices wait {self.bubble:.1%}"
@@ -151,12 +152,21 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`gap`: by how much at most what was asked to be least could be less (the peak, the bytes held, or the seconds), as a
-    part of it; `seconds_gap`: the same of the seconds, among plans that are as good in that. `bound_nbytes`: below
-    which no plan on the mesh is, if every layer chose for itself (0: not asked). `held_nbytes`: of all that a device holds at
-    some time of a step, each tensor counted once; with stages, on average. "redundancy" makes it least. `late`: meshes for which
-    there was no time to search; known parallelisms were compared there. With a `schedule` the mesh is that of a stage, and
-    `memory` that of the stage with the largest peak."""
+    """A sharding plan. `gap`: proven optimality gap of the objective (the peak, the bytes held, or the seconds), relative;
+    `seconds_gap`: the same for the seconds, with the first objective fixed. `bound_nbytes`: lower bound of the peak on this mesh
+    with free per-layer choices (0: not computed). `held_nbytes`: all bytes that a device holds at some time of a step, each
+    tensor counted once; with stages, their mean. "redundancy" minimises it. `late`: meshes without time for a search, on which
+    only baselines were compared. With a `schedule` the mesh is that of one stage, and `memory` that of the stage with the largest
+    peak.
+
+    >>> import scrimp
+    >>> from scrimp import zoo
+    >>> batch = zoo.example_batch("gpt-tiny", batch=8)
+    >>> plan = scrimp.plan(zoo.build("gpt-tiny", layers=1), batch, "2xCPU", mesh="x=2", time_limit=1)
+    >>> plan.save("plan.json")
+    >>> scrimp.Plan.load("plan.json").memory == plan.memory
+    True
+    """
 
     mesh: Mesh
     cluster: str
@@ -174,12 +184,12 @@ class Plan:
     spent_seconds: float = 0.0
     whole: tuple[KeptWhole, ...] = ()
     schedule: Schedule | None = None
-    source: Any = field(default=None, compare=False, repr=False)  # the problem and its answer, where it was planned just now
+    source: Any = field(default=None, compare=False, repr=False)  # problem and solution, only in the process that planned it
 
     @property
     def costly(self) -> tuple[KeptWhole, ...]:
-        """Of `whole` those that are worth a word: that have more than `NOISE` of the peak on a device while they run; and of the
-        others so many that what is left takes no more than `NOISE` of a step, all together."""
+        """The operators of `whole` worth a warning: those that hold more than `NOISE` of the peak while they run; and of the
+        others the slowest, until the rest adds no more than `NOISE` to a step in all."""
         found, left = [], NOISE * self.seconds
         for each in sorted(self.whole, key=lambda each: each.seconds):
             left -= each.seconds
@@ -196,7 +206,7 @@ class Plan:
         ]
         lines += [
             f"  {kind.kind:<12}{format_nbytes(kind.nbytes):>12}"
-            + (f", {format_nbytes(kind.redundant_nbytes)} of it elsewhere too" if kind.redundant_nbytes else "")
+            + (f", {format_nbytes(kind.redundant_nbytes)} of it replicated" if kind.redundant_nbytes else "")
             for kind in self.memory.kinds
         ]
         if self.objective == "redundancy":
@@ -204,30 +214,28 @@ class Plan:
         of = " of the bytes held" if self.objective == "redundancy" else ""
         lines += [
             f"step      {self.seconds:.4g} s",
-            f"gap       {self.gap:.2%} at most{of}; of the seconds {self.seconds_gap:.2%}",
+            f"gap       {self.gap:.2%} proven{of}; {self.seconds_gap:.2%} of the seconds",
         ]
         if self.bound_nbytes:
-            lines.append(
-                f"bound     {format_nbytes(self.bound_nbytes)}: no plan on this mesh is below, chose each layer for itself"
-            )
+            lines.append(f"bound     {format_nbytes(self.bound_nbytes)}: lower bound on this mesh, with free per-layer choices")
         if self.late:
             lines.append(
-                f"time      it ended before a search on {_and(self.late)}: only known parallelisms were compared there; "
+                f"time      was up before a search on {_and(self.late)}: only baselines were compared there; "
                 "give a longer time_limit, or one mesh"
             )
         lines += [f"whole     {each}" for each in self.costly]
         return "\n".join(lines)
 
     def explain(self, name: str, *, time_limit: float = 20.0) -> Explanation:
-        """Why a weight, an operator or a layer ("blocks.3.mlp.up.weight", "blocks.3.attention", "blocks.3") is as it is: what
-        was chosen, the next best and its price, and what it holds at the peak. `time_limit`: seconds for the
-        search of the next best."""
+        """Why a weight, an operator or a layer ("blocks.3.mlp.up.weight", "blocks.3.attention", "blocks.3") is sharded as it is:
+        the choice, the next best choice and its price, and the bytes it holds at the peak. `time_limit`: seconds for the search
+        of the next best."""
         from scrimp.planner.answers.explain import explain
 
         return explain(self, name, seconds=time_limit)
 
     def diff(self, other: Plan) -> Difference:
-        """What the other one has not in common with this."""
+        """The differences from this plan to the other."""
         from scrimp.planner.answers.diff import diff
 
         return diff(self, other)
@@ -235,8 +243,9 @@ class Plan:
     def what_if(
         self, change: str | Cluster, *, time_limit: float = 60.0, gap: float = 0.01, progress: Callable[[str], None] | None = None
     ) -> Plan:
-        """The plan with another budget of a device ("+2GiB", "-4GiB", "24GiB": the least seconds within it), or on another
-        cluster ("-1 node", "+2 nodes", "16xH100"). "+" is more than it takes now, or than its budget if it was to be fast."""
+        """Plans again with another memory budget per device ("+2GiB", "-4GiB", "24GiB": minimises seconds within it), or on
+        another cluster ("-1 node", "+2 nodes", "16xH100"). "+" and "-" are relative to the plan's peak, or to its budget if its
+        objective was "time"."""
         from scrimp.planner.answers.what_if import what_if
 
         return what_if(self, change, time_limit=time_limit, gap=gap, progress=progress)
@@ -253,7 +262,7 @@ class Plan:
         return json.dumps({"format": FORMAT, "version": VERSION, "mesh": str(self.mesh), **data})
 
     def _bare(self) -> Plan:
-        """Without what only this process knows."""
+        """Without the fields that only exist in the planning process."""
         schedule = self.schedule
         if schedule is not None:
             schedule = replace(schedule, stages=tuple(replace(stage, source=None) for stage in schedule.stages))
@@ -264,15 +273,15 @@ class Plan:
         try:
             data = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise PlanError(f"this is no plan as scrimp writes it: {error}") from error
+            raise PlanError(f"this is not a plan file of scrimp: {error}") from error
         if not isinstance(data, dict):
-            raise PlanError(f"this is no plan as scrimp writes it: it holds a {type(data).__name__}, not an object")
+            raise PlanError(f"this is not a plan file of scrimp: it holds a {type(data).__name__}, not an object")
         check_format(data, FORMAT, VERSION, PlanError)
         try:
             made = cls._of_data(data)
-            made.summary()  # what a wrong type would break
+            made.summary()  # raises if a field has the wrong type
         except (KeyError, TypeError, ValueError, AttributeError, LayoutError) as error:
-            raise PlanError(f"this is no plan as scrimp writes it: {type(error).__name__}: {error}") from error
+            raise PlanError(f"this is not a plan file of scrimp: {type(error).__name__}: {error}") from error
         return made
 
     @classmethod

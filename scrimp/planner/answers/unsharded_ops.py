@@ -1,5 +1,5 @@
-"""What it costs that operators without a rule are kept whole: every device has all of what they read and make, and does all of
-their work."""
+"""The cost of operators without a sharding rule: every device holds all of their inputs and outputs and does all of their
+work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scrimp.planner.solver.solve import Solution
 
 
 def costs_of_whole(assembly: Assembly, problem: Problem, solution: Solution, work: Work) -> tuple[KeptWhole, ...]:
-    """By operator."""
+    """One entry per operator."""
     found: dict[str, KeptWhole] = {}
     devices = assembly.moves.mesh.size
     moved = _move_seconds(assembly, problem, solution)
@@ -27,7 +27,7 @@ def costs_of_whole(assembly: Assembly, problem: Problem, solution: Solution, wor
             op = model.graph.ops[index]
             nbytes = _nbytes(op, model.values)
             longer = part.count * _longer_seconds(op, model.graph, nbytes, devices, work)
-            longer += moved.pop((k, g), 0.0)  # once for all of a group's
+            longer += moved.pop((k, g), 0.0)  # once per group
             known = found.get(op.target)
             found[op.target] = KeptWhole(
                 target=op.target,
@@ -40,7 +40,7 @@ def costs_of_whole(assembly: Assembly, problem: Problem, solution: Solution, wor
 
 
 def _nbytes(op: Op, values: Mapping[str, Value]) -> int:
-    """Of all that is there while it runs: what it reads and what it makes, each storage once."""
+    """Bytes of the operator's inputs and outputs, each storage once."""
     held: dict[str, int] = {}
     for name in (*op.inputs, *op.outputs):
         if name is not None:
@@ -50,14 +50,14 @@ def _nbytes(op: Op, values: Mapping[str, Value]) -> int:
 
 
 def _longer_seconds(op: Op, graph: LayerGraph, nbytes: int, devices: int, work: Work) -> float:
-    """Than if every device did its share."""
+    """Added seconds compared with an even split over all devices."""
     dtypes = {value.name: value.dtype for value in graph.values}
     dtype = max((dtypes[name] for name in (*op.outputs, *op.inputs) if name is not None), key=lambda each: ITEMSIZE[each])
     return work(op.flops, nbytes, dtype) - work(op.flops / devices, nbytes / devices, dtype)
 
 
 def _move_seconds(assembly: Assembly, problem: Problem, solution: Solution) -> dict[tuple[int, int], float]:
-    """Of each part and group: what it takes to have what it reads where it runs, and what it makes where that is read."""
+    """Of each part and group: seconds of resharding its inputs and outputs."""
     node_of = {node: place for place, node in assembly.nodes.items()}
     found: dict[tuple[int, int], float] = {}
     for place, seconds in _edges(node_of, problem, solution):

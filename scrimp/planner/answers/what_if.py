@@ -1,7 +1,6 @@
-"""What a plan would be with other memory, or on other machines. The model is not captured again.
+"""`Plan.what_if`: the plan with another memory budget, or on another cluster, without capturing the model again.
 
-More memory buys time: with another budget the least seconds within it are asked for, beginning from what is known. On other
-machines the same is asked for as before.
+With another budget the solver minimises seconds within it, warm-started from the plan. On another cluster the objective stays.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _DEVICES = re.compile(r"[0-9]+x\S+")
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One of them: `nodes` more (or less), another `cluster`, or `nbytes`, of a device: with a `sign`, more or less."""
+    """One of: `nodes` to add or remove, another `cluster`, or `nbytes` per device, relative if there is a `sign`."""
 
     nodes: int = 0
     cluster: Cluster | None = None
@@ -37,7 +36,7 @@ class Change:
 
 
 def change_of(text: str) -> Change:
-    """From "+2GiB", "-4GiB", "24GiB", "-1 node", "+2 nodes" or "16xH100"."""
+    """Parses "+2GiB", "-4GiB", "24GiB", "-1 node", "+2 nodes" or "16xH100"."""
     text = text.strip()
     if match := _NODES.fullmatch(text):
         return Change(nodes=int(match[1] + match[2]))
@@ -54,7 +53,7 @@ def what_if(plan: Plan, change: str | Cluster, *, time_limit: float, gap: float,
     if plan.schedule is not None:
         raise PlanError("this plan has stages or micro-batches: plan again with another memory or cluster, and compare by `diff`")
     if plan.source is None or plan.source.again is None:
-        raise PlanError("this plan was loaded, and what it was made from is not in the file: plan again, then ask what if")
+        raise PlanError("this plan was loaded from a file, which does not hold the model: plan again, then call what_if")
     source = Change(cluster=change) if isinstance(change, Cluster) else change_of(change)
     if source.cluster is not None:
         return _on(plan, source.cluster, time_limit, gap, progress)
@@ -65,15 +64,15 @@ def what_if(plan: Plan, change: str | Cluster, *, time_limit: float, gap: float,
 
 def _with_nodes(plan: Plan, more: int) -> Cluster:
     cluster = Cluster.from_json(plan.cluster)
-    assert cluster.hardware is not None  # or there were no plan
+    assert cluster.hardware is not None  # every plan has hardware
     nodes, each = cluster.hardware.nodes, cluster.hardware.devices_per_node
     if nodes + more < 1:
-        raise PlanError(f"what if {more} nodes: the plan is for {nodes} of {each} devices, and there must be one at least")
+        raise PlanError(f"what if {more} nodes: the plan is for {nodes} of {each} devices, and at least one must remain")
     return cluster.with_nodes(nodes + more)
 
 
 def _limit(plan: Plan, change: Change) -> int:
-    """More or less than it may take, where it was to be fast; else than it takes."""
+    """The new budget, relative to the old budget if the objective was time, else to the peak."""
     if not change.sign:
         return change.nbytes
     now = plan.memory.peak_nbytes
@@ -86,7 +85,7 @@ def _limit(plan: Plan, change: Change) -> int:
 
 
 def _on(plan: Plan, cluster: Cluster, time_limit: float, gap: float, progress: Say | None) -> Plan:
-    """A mesh that was given stays if it has all devices."""
+    """Plans on another cluster, on the same mesh if the user gave it and it uses all devices."""
     devices = None if cluster.hardware is None else cluster.hardware.devices
     mesh = plan.mesh if not plan.source.searched and plan.mesh.size == devices else None
     found: Plan = plan.source.again(cluster=cluster, mesh=mesh, time_limit=time_limit, gap=gap, progress=progress)
@@ -94,7 +93,8 @@ def _on(plan: Plan, cluster: Cluster, time_limit: float, gap: float, progress: S
 
 
 def _within(plan: Plan, limit: int, time_limit: float, gap: float, progress: Say | None) -> Plan:
-    """On the mesh of the plan, from what is known of it; and on others, if the mesh was searched for; or near other choices."""
+    """On the plan's mesh, warm-started from its choice; also on others, if the planner chose the mesh or searched a subset of
+    options."""
     source, say, deadline = plan.source, progress or (lambda words: None), Deadline.after(time_limit)
     further = source.searched or source.near
     found: list[Plan] = []

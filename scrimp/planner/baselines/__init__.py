@@ -1,1 +1,1 @@
-"""Known parallelisms as plans of the same memory model."""
+"""The baselines (DDP, ZeRO, Megatron-LM) as plans of the same memory model."""

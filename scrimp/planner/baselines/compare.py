@@ -1,9 +1,9 @@
-"""A plan beside known parallelisms on the same cluster, each a `Plan` too, in the same memory model.
+"""Compares a plan with known parallelisms on the same cluster; each baseline is a `Plan` of the same memory model.
 
-ddp, zero-1, zero-2, zero-3     the batch over all devices; weights at rest as ZeRO's stages share them out
+ddp, zero-1, zero-2, zero-3     the batch over all devices; weights at rest sharded as by ZeRO's stages
 tp, tp-sp, tp-sp-dist-opt       Megatron-LM's tensor parallelism, with its sequence parallelism, with its distributed optimizer;
-                                the last axis of the mesh is the tensors', the others are the batch's
-...-selective, ...-full         the same, running forwards again as Megatron-LM does
+                                the last axis of the mesh is tensor parallel, the others are data parallel
+...-selective, ...-full         the same with Megatron-LM's selective or full recompute
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _tensor(sequence: bool, shared: int, recompute: str | None) -> Make:
     def make(mesh: Mesh) -> Baseline:
         *dp, tp = mesh.names
         if shared and not dp:
-            raise PlanError(f"the mesh {mesh} has no axis for the batch, over which an optimizer could be distributed")
+            raise PlanError(f"the mesh {mesh} has no data-parallel axis for a distributed optimizer")
         return Baseline(dp=tuple(dp), tp=tp, sequence=sequence, shared=shared, recompute=recompute)
 
     return make
@@ -60,7 +60,7 @@ BASELINES: Mapping[str, Make] = {**DATA, **TENSOR}
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A known parallelism on a mesh: its plan, or why there is none."""
+    """A baseline on a mesh: its plan, or why it has none."""
 
     name: str
     mesh: Mesh
@@ -69,7 +69,7 @@ class Comparison:
 
 
 class Drawn:
-    """Plans of known parallelisms for one graph and cluster; those that split alike are drawn up once."""
+    """Plans of the baselines for one graph and cluster; baselines with the same splits share one assembly."""
 
     def __init__(self, graph: Graph, cluster: Cluster, precision: Precision, optimizer: str) -> None:
         self.graph, self.cluster, self.precision, self.optimizer = graph, cluster, precision, optimizer
@@ -77,9 +77,9 @@ class Drawn:
         self._known: dict[Mesh, Known] = {}
 
     def plan(self, baseline: Baseline, mesh: Mesh, seconds: float = 60.0) -> Plan:
-        """`PlanError` if it cannot be made of this model; that it fits is not asked for."""
+        """The baseline's plan, whether or not it fits; `PlanError` if this model does not support it."""
         if mesh not in self._known:
-            self.cluster.axis_links(mesh)  # says if it is too large
+            self.cluster.axis_links(mesh)  # raises if it is too large
             self._known[mesh] = Known(OnMesh(self._layers, self.cluster, mesh), self.precision)
         drawn = self._known[mesh].drawn(baseline, seconds)
         assembly, problem, solution = drawn.assembly, drawn.problem, drawn.solution
@@ -106,7 +106,7 @@ def baseline_plan(
     precision: str = "bf16",
     seconds: float = 60.0,
 ) -> Plan:
-    """A known parallelism of `BASELINES`, as `scrimp.plan` would give it; what it leaves open is chosen to be fastest."""
+    """A baseline of `BASELINES`, as a plan; the solver chooses whatever the baseline leaves open to minimise time."""
     make = BASELINES.get(name)
     if make is None:
         raise PlanError(f"there is no baseline '{name}'; there are {', '.join(BASELINES)}")
@@ -120,9 +120,10 @@ def baseline_plan(
 
 
 def meshes_of(name: str, cluster: Cluster) -> tuple[Mesh, ...]:
-    """All devices for the batch; or tensors over 2, 4, 8... devices of a node, up to all of them, and the batch over the rest."""
+    """All devices data parallel; or tensor parallel over 2, 4, 8... devices up to all of a node, and data parallel over the
+    rest."""
     if cluster.hardware is None:
-        raise PlanError("this cluster says nothing of its devices: take Cluster.preset('8xH100')")
+        raise PlanError("this cluster has no device data: use Cluster.preset('8xH100')")
     devices, inner = cluster.hardware.devices, cluster.hardware.devices_per_node
     if name in DATA:
         return (Mesh({"dp": devices}),)
@@ -133,9 +134,9 @@ def meshes_of(name: str, cluster: Cluster) -> tuple[Mesh, ...]:
 def compare(
     plan: Plan, names: Iterable[str] = tuple(BASELINES), *, seconds: float = 60.0, say: Say | None = None
 ) -> list[Comparison]:
-    """Of a plan that was made just now: known parallelisms of the same model, batch, cluster and precision."""
+    """The baselines of the same model, batch, cluster and precision as `plan`, which this process must have planned."""
     if not isinstance(plan.source, PlanSource):
-        raise PlanError("a plan that was loaded does not know its model any more: plan it again to compare it")
+        raise PlanError("this plan was loaded from a file, which does not hold the model: plan again, then compare")
     precision = precision_of(plan.precision, plan.optimizer)
     assert precision is not None  # it was planned with it
     drawn = Drawn(plan.source.graph, Cluster.from_json(plan.cluster), precision, plan.optimizer)

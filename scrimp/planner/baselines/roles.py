@@ -1,13 +1,13 @@
-"""What the groups of a transformer's layer are to its residual stream, told by who reads whom and never by a module's name.
+"""Classifies a transformer layer's operator groups by their role around the residual stream, from the dataflow alone.
 
-    column     a product of a weight with what comes from the stream: its columns are heads, or hidden units
-    row        a product of a weight with what a column's made: it comes back to the stream
-    table      an embedding of what is in the batch (tokens); places are embedded by a table that is `whole`
-    heads      attention, over the rows of which nothing is summed but inside of a head
+    column     a matmul of a weight with the residual stream: its columns are heads, or hidden units
+    row        a matmul of a weight with the result of a column: it writes back to the stream
+    table      an embedding of batch data (tokens); the table of positions is `whole`
+    heads      attention; it sums only within a head
     stream     norms, residual additions and dropouts, between a row and the next column
-    inside     everything between a column and its row, or behind the last column
+    inside     everything between a column and its row, or after the last column
 
-Tensor parallelism is a sentence in these words: see `baselines/strategies.py`.
+`baselines/strategies.py` defines tensor parallelism by these roles. Module names play no part.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from scrimp.planner.shard.layer_model import LayerModel
 
 COLUMN, ROW, TABLE, WHOLE, HEADS, STREAM, INSIDE = "column", "row", "table", "whole", "heads", "stream", "inside"
 PRODUCTS = ("mm", "addmm", "linear")
-_NOTHING = ""  # the place of what is made of nothing, or of weights alone
+_NOTHING = ""  # the place of values made from nothing, or from weights alone
 
 
 def width_of(graph: Graph) -> int | None:
-    """Of the stream: the last dim of what the layers that repeat most get, and give on in the same shape."""
+    """The width of the residual stream: the last dim of the tensor that the most frequent layers take and return in the same
+    shape."""
     counts = Counter(layer.graph for layer in graph.layers)
     for index, count in counts.most_common():
         layer = graph.graphs[index]
@@ -37,7 +38,7 @@ def width_of(graph: Graph) -> int | None:
 
 
 def roles_of(model: LayerModel, width: int | None) -> tuple[str, ...]:
-    """Of each group."""
+    """The role of each group."""
     graph, values = model.graph, model.values
     group_of = {member.op: g for g, group in enumerate(model.groups) for member in group.members}
     places = {name: _border(value, width) for name, value in values.items() if value.kind == BORDER}
@@ -47,7 +48,7 @@ def roles_of(model: LayerModel, width: int | None) -> tuple[str, ...]:
     for index, op in enumerate(graph.ops):
         if op.backward:
             if group_of[index] not in ahead and any(n is not None and values[n].shape[-1:] == (width,) for n in op.outputs):
-                streams.add(group_of[index])  # gradients of the stream's branches are added
+                streams.add(group_of[index])  # sums gradients of the stream's branches
             continue
         role, place = _role(op, values, places, width)
         if role:
@@ -59,7 +60,7 @@ def roles_of(model: LayerModel, width: int | None) -> tuple[str, ...]:
 
 
 def product_of(model: LayerModel, g: int) -> tuple[int, str] | None:
-    """The member of a group that multiplies a weight, or looks up in one, in the forward; and that weight."""
+    """The forward member of a group that multiplies by a weight, or looks up in one; and that weight."""
     for k, member in enumerate(model.groups[g].members):
         op = model.graph.ops[member.op]
         weight = None if op.backward else weight_of(op, model.values)
@@ -76,7 +77,7 @@ def weight_of(op: Op, values: Mapping[str, Value]) -> str | None:
 
 
 def scores_of(model: LayerModel, width: int | None, seq: int | None) -> frozenset[int]:
-    """Groups that make something of every pair of places of a sequence in the forward: attention that is not one operator."""
+    """Groups whose forward makes a value for every pair of positions of a sequence: attention that is not one fused operator."""
     roles, shape = roles_of(model, width), (seq, seq)
     made = [name for op in model.graph.ops if not op.backward for name in op.outputs if name is not None]
     found = {model.makers[name] for name in made if model.values[name].shape[-2:] == shape}
@@ -88,7 +89,7 @@ def _border(value: Value, width: int | None) -> str:
 
 
 def _role(op: Op, values: Mapping[str, Value], places: Mapping[str, str], width: int | None) -> tuple[str, str]:
-    """And where its results are."""
+    """The role of an operator, and the place of its results."""
     seen = {places[name] for name in op.inputs if name in places}
     place = INSIDE if INSIDE in seen else STREAM if STREAM in seen else _NOTHING
     name = _name(op)

@@ -1,7 +1,7 @@
-"""Known parallelisms on one mesh: to compare a plan with, and to begin a search from.
+"""The baselines on one mesh, for comparison and as warm starts of a search.
 
-A search that begins from their choices has them as its first incumbents. So whenever it is interrupted, its plan is no worse than
-the best of them.
+A search warm-started from their choices has them as its first incumbents. So its plan is never worse than the best of them,
+whenever it is interrupted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from scrimp.planner.solver.found import TIME_LIMIT
 from scrimp.planner.solver.problem import Problem
 from scrimp.planner.solver.solve import TIME, Solution, solve
 
-GAP = 1e-4  # what a baseline leaves open is the fastest, nearly
-SECONDS = 60.0  # for that, at most; it takes a fraction of one, since little is open
+GAP = 1e-4  # optimality gap for the time of whatever a baseline leaves open
+SECONDS = 60.0  # time limit for that; it takes a fraction of one, since little is open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Drawn:
 
 
 class Known:
-    """Baselines on a mesh. Those that split alike share an assembly."""
+    """Baselines on a mesh. Those with the same splits share an assembly."""
 
     def __init__(self, on: OnMesh, precision: Precision, ways: Sequence[str] = (KEEP, RECOMPUTE)) -> None:
         self.on, self.precision = on, precision
@@ -43,13 +43,14 @@ class Known:
         self._assemblies: dict[Baseline, tuple[Assembly, Problem]] = {}
 
     def drawn(self, baseline: Baseline, seconds: float = SECONDS) -> Drawn:
-        """`PlanError` if it cannot be made of this model. The problem has nothing else to choose."""
+        """The baseline's problem and solution; `PlanError` if this model does not support it."""
         assembly, problem = self._assembly(baseline)
         problem = baseline.restrict(assembly, problem)
         return Drawn(assembly=assembly, problem=problem, solution=solve(problem, objective=TIME, seconds=seconds, gap=GAP))
 
     def every(self) -> Iterator[Drawn]:
-        """All that can be made. What they share out at rest does not change how they split: that is solved once."""
+        """All baselines that the model supports. Their ZeRO levels do not change how they split, so the splits are solved
+        once."""
         for baseline in baselines_on(self.on.mesh):
             try:
                 solved = self.drawn(baseline)
@@ -72,7 +73,7 @@ class Known:
 
 
 def evaluated(problem: Problem, choice: tuple[int, ...], like: Solution) -> Solution:
-    """A choice as a solution: nothing is proven of it."""
+    """Evaluates a choice as a solution without proof."""
     peak, point, seconds, kinds = evaluate(problem, choice)
     phase = replace(like.phases[-1], value=seconds, bound=0.0, status=TIME_LIMIT)
     return replace(
@@ -82,8 +83,8 @@ def evaluated(problem: Problem, choice: tuple[int, ...], like: Solution) -> Solu
 
 
 def baselines_on(mesh: Mesh) -> Iterator[Baseline]:
-    """Data parallelism over all axes; and tensor parallelism over each of them, with data parallelism over the others. What
-    they share out at rest is left open."""
+    """Data parallelism over all axes; and tensor parallelism over each of them, with data parallelism over the others. Their ZeRO
+    level is left open."""
     for recompute in (None, FULL):
         yield Baseline(dp=mesh.names, recompute=recompute)
     for tp in mesh.names:

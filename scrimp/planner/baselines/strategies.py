@@ -1,12 +1,12 @@
-"""Known parallelisms as plans: the same problem with all but their options left out, so that one memory model serves all.
+"""Known parallelisms as plans: the planner's problem restricted to their options, so that all use one memory model.
 
-    tensor parallel     columns of what leaves the residual stream, rows of what comes back to it, and heads, over one axis; norms
-                        and additions whole on all of its devices, or split by the sequence (`sequence=True`)
-    data parallel       the batch over other axes; `shared` says what these share out of the weights at rest: nothing, states
-                        (1), gradients too (2), weights too (3)
-    recompute           nothing; `selective`: all that attention makes of pairs of places; `full`: all of a layer but its input
+    tensor parallel     column, row and head splits over one axis; norms and additions of the residual stream replicated on its
+                        devices, or split by the sequence (`sequence=True`)
+    data parallel       the batch over other axes; `shared` is the ZeRO stage: nothing sharded, optimizer states (1), gradients
+                        too (2), weights too (3)
+    recompute           nothing; `selective`: attention's scores and probabilities; `full`: all of a layer but its input
 
-What they leave open is chosen to be fastest, as it follows from the rest.
+The solver chooses whatever they leave open to minimise time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from scrimp.planner.shard.options import Option
 from scrimp.planner.solver.problem import Problem
 
 SELECTIVE, FULL = "selective", "full"
-# What data parallelism shares out at rest; and tensor parallelism: whether it splits the sequence, and what it shares out.
+# ZeRO stages of data parallelism; and of tensor parallelism: whether it splits the sequence, and its ZeRO stage.
 SHARED = {"ddp": NOTHING, "zero-1": STATES, "zero-2": GRADIENTS, "zero-3": WEIGHTS}
 SPLIT = {"tp": (False, NOTHING), "tp-sp": (True, NOTHING), "tp-sp-dist-opt": (True, STATES)}
-Fits = Callable[[Option, dict[str, int | None]], bool]  # by option, and the atom that each axis splits
+Fits = Callable[[Option, dict[str, int | None]], bool]  # of an option, and the atom that each axis splits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """`dp` and `tp`: axes of the mesh; one that is neither does nothing."""
+    """`dp` and `tp`: axes of the mesh; any other axis stays unused."""
 
     dp: tuple[str, ...] = ()
     tp: str | None = None
@@ -46,7 +46,7 @@ class Baseline:
     recompute: str | None = None
 
     def narrow(self, graph: Graph, mesh: Mesh, models: Sequence[LayerModel]) -> list[LayerModel]:
-        """The layers with its options alone. `PlanError` if there are none."""
+        """The layers with the baseline's options alone. `PlanError` if a group has none."""
         width = width_of(graph)
         roles = [roles_of(model, width) for model in models]
         if self.tp is not None:
@@ -54,12 +54,12 @@ class Baseline:
         paths = {id(graph.graphs[layer.graph]): layer.path or "the model" for layer in reversed(graph.layers)}
         found: dict[tuple[int, int], tuple[Option, ...]] = {}
         every = [(k, g, role) for k, each in enumerate(roles) for g, role in enumerate(each)]
-        for k, g, role in sorted(every, key=lambda one: one[2] != HEADS):  # too few heads say most about what is wrong
+        for k, g, role in sorted(every, key=lambda one: one[2] != HEADS):  # too few heads explain a failure best
             found[k, g] = self._left(graph, mesh, models[k], g, role, paths.get(id(models[k].graph), ""))
         return [replace(model, options=tuple(found[k, g] for g in range(len(model.groups)))) for k, model in enumerate(models)]
 
     def restrict(self, assembly: Assembly, problem: Problem) -> Problem:
-        """The problem with nothing else allowed, and no limit; of all options, or of those that `narrow` left."""
+        """The problem with only the baseline's options, and no limit; from all options, or from those that `narrow` left."""
         mesh, graph = assembly.moves.mesh, assembly.graph
         classes = list({id(part.model): part.model for part in assembly.parts}.values())
         left = dict(zip(map(id, classes), self.narrow(graph, mesh, classes), strict=True))
@@ -71,7 +71,7 @@ class Baseline:
             way = RECOMPUTE if (k, g) in again else KEEP
             if way not in ways.names:
                 raise PlanError(
-                    f"{problem.nodes[node].name}: it is to run again, and the problem knows only {', '.join(ways.names)}"
+                    f"{problem.nodes[node].name}: it must be recomputed, but the problem only allows {', '.join(ways.names)}"
                 )
             allowed[node] = [option.split in kept and name == way for option in model.options[g] for name in ways.names]
         level = self._level(assembly)
@@ -84,39 +84,40 @@ class Baseline:
         return replace(problem, nodes=nodes, limit_nbytes=None)
 
     def shared_out(self, assembly: Assembly, choice: Sequence[int]) -> tuple[int, ...]:
-        """A choice of a baseline that differs in what it shares out alone, as one of this."""
+        """Converts a choice of a baseline with another ZeRO stage into one of this."""
         found, level = list(choice), levels(assembly.moves.mesh, assembly.precision).index(self._level(assembly))
         for node in assembly.rest.values():
             found[node] = level
         return tuple(found)
 
     def _level(self, assembly: Assembly) -> tuple[int, ...]:
-        """By axis, what is shared out."""
+        """The ZeRO level of each axis."""
         mesh, precision = assembly.moves.mesh, assembly.precision
         level = tuple(self.shared if axis in self.dp else NOTHING for axis in mesh.names)
         if level not in levels(mesh, precision):
             raise PlanError(
-                f"level {self.shared} of sharing out is none of precision '{precision.name}', whose gradients take no room of "
-                "their own; take 'megatron-bf16'"
+                f"ZeRO stage {self.shared} does not exist for precision '{precision.name}', whose gradients take no memory of "
+                "their own; use 'megatron-bf16'"
             )
         return level
 
     def _is_transformer(self, graph: Graph, models: Sequence[LayerModel], roles: Sequence[Sequence[str]]) -> None:
-        """Or tensor parallelism has nothing to say of it."""
+        """Raises `PlanError` if tensor parallelism is undefined for this model."""
         what = f"tensor parallelism over '{self.tp}'"
         if not any(HEADS in each for each in roles):
             raise PlanError(f"{what} splits attention by heads, and this model has no attention")
         if self.sequence and sizes_of(graph)[1] is None:
-            raise PlanError(f"{what} is to split the sequence, and the batch has none: no tensor of it is tokens")
+            raise PlanError(f"{what} splits the sequence, but no tensor of the batch holds tokens")
         counts = _repeats(graph)
         many = {name for layer in graph.layers if counts[layer.graph] > 1 for _, name in layer.parameters}
         for weight in graph.parameters:
             if weight.name in many and weight.trained and len(weight.shape) > 2:
                 shape = "x".join(map(str, weight.shape))
-                raise PlanError(f"{weight.name}: {what} says nothing of a weight of {shape}, as experts and convolutions have")
+                raise PlanError(f"{weight.name}: {what} is undefined for a weight of {shape}, as experts and convolutions have")
 
     def _again(self, assembly: Assembly) -> set[tuple[int, int]]:
-        """Parts and groups that run again: in layers that repeat, and if another needs of them what they do not keep."""
+        """Parts and groups that are recomputed: in layers that repeat, where another group needs activations that they do not
+        keep."""
         if self.recompute is None:
             return set()
         counts = _repeats(assembly.graph)
@@ -129,10 +130,10 @@ class Baseline:
             found |= {(k, g) for g in wanted if RECOMPUTE in assembly.ways[k, g].names}
         if not found:
             raise PlanError(
-                "selective recompute makes scores and probabilities of attention again, and this model saves none: its attention "
+                "selective recompute is of the scores and probabilities of attention, and this model saves none: its attention "
                 "is one fused operator"
                 if self.recompute == SELECTIVE
-                else "full recompute is of layers that repeat, and this model has none"
+                else "full recompute needs repeated layers, and this model has none"
             )
         return found
 
@@ -145,7 +146,7 @@ class Baseline:
         return left
 
     def _asks(self, graph: Graph, mesh: Mesh, model: LayerModel, g: int, role: str) -> Iterator[tuple[str, Fits]]:
-        """What an option must be, and what is wrong if none is."""
+        """The conditions on an option, each with the error text if no option meets it."""
         batch, seq = sizes_of(graph)
         data, tp = _batch(model, g, batch), self.tp
         over = prod(mesh.axis_size(axis) for axis in self.dp)
@@ -156,7 +157,7 @@ class Baseline:
             yield words, lambda option, split: all(split[axis] == data for axis in self.dp)
         idle = [axis for axis in mesh.names if axis not in self.dp and axis != tp]
         if idle:
-            yield f"the axes {', '.join(idle)} cannot be left out", lambda option, split: all(split[a] is None for a in idle)
+            yield f"the axes {', '.join(idle)} cannot stay unused", lambda option, split: all(split[a] is None for a in idle)
         if tp is None:
             return
         ways, found = mesh.axis_size(tp), product_of(model, g)
@@ -164,7 +165,7 @@ class Baseline:
             member, weight = model.groups[g].members[found[0]], found[1]
             shape = "x".join(map(str, model.values[weight].shape))
             if role == WHOLE:
-                yield f"its weight of {shape} cannot be whole", lambda option, split: tp not in option.needed[weight].axes
+                yield f"its weight of {shape} cannot be replicated", lambda option, split: tp not in option.needed[weight].axes
                 return
             made = member.outputs[0] or ()
             atoms = frozenset(made[-1] if made else ()) if role == COLUMN else member.sums
@@ -187,22 +188,22 @@ class Baseline:
 
 
 def sizes_of(graph: Graph) -> tuple[int, int | None]:
-    """Of the batch, and of a sequence if it is one of tokens: where a dim stands in a tensor and its size tell what it is."""
+    """The batch size, and the sequence length if the batch holds tokens: recognised by a dim's position and size."""
     whole = [value for value in graph.batch if value.shape]
     if not whole:
-        raise PlanError("the batch has no tensor with a dim: nothing says how large it is")
+        raise PlanError("the batch has no tensor with a dim: its size is unknown")
     tokens = [value for value in whole if len(value.shape) == 2 and not value.dtype.startswith(("float", "bfloat"))]
     return whole[0].shape[0], tokens[0].shape[1] if tokens else None
 
 
 def _repeats(graph: Graph) -> Counter[int]:
-    """How many layers there are of each class."""
+    """The number of layers of each class."""
     return Counter(layer.graph for layer in graph.layers)
 
 
 def _heads(model: LayerModel, g: int) -> list[int]:
-    """Atoms of attention's first operand but for its last two dims, major first: the batch, the heads; where queries share keys,
-    these first."""
+    """Atoms of attention's first operand except for its last two dims, major first: the batch, the heads; with grouped queries
+    the heads of keys come first."""
     for member in model.groups[g].members:
         op = model.graph.ops[member.op]
         if not op.backward and ("scaled_dot_product" in op.target or "softmax" in op.target):
@@ -211,12 +212,12 @@ def _heads(model: LayerModel, g: int) -> list[int]:
 
 
 def _batch(model: LayerModel, g: int, size: int) -> int | None:
-    """The first part of the first dim of a tensor that is no weight."""
+    """The first atom of the first dim of a tensor that is no weight."""
     return _found(model, g, size, lambda dims: dims[0][:1] if dims else ())
 
 
 def _seq(model: LayerModel, g: int, size: int | None) -> int | None:
-    """What comes behind the batch: in the same dim, or in the next."""
+    """The atom after the batch: in the same dim, or in the next."""
     return _found(model, g, size, lambda dims: (*dims[0][1:2], *(dims[1][:1] if len(dims) > 2 else ())) if dims else ())
 
 

@@ -1,13 +1,13 @@
-"""From the layers of a model to the planner's problem.
+"""Builds the planner's problem from the layers of a model.
 
-    a node for each group of operators      its options' seconds, and the bytes of what it makes while that lives
-    a node for each group's weights         how they are shared out at rest
-    an edge where a group uses another's    the seconds of moving it there, once in the forward and once in the backward, and
-                                            the bytes of the copy while it is used
+    a node for each group of operators      seconds of its options, and bytes of its outputs while they live
+    a node for each group's weights         their ZeRO levels at rest
+    an edge where a group uses another's    seconds of resharding, once in the forward and once in the backward, and
+                                            bytes of the copy while it is used
 
-What a layer saves for its backward is held by all layers of a group: by the one that is looked at from when it is made to when
-it was last used, by the others all the while; unless the group that made it does not keep it (`cost/activation_policy.py`). What goes to other
-layers is always kept.
+A layer's saved activations are held by all layers of a part: by the layer whose points are modelled from when it makes them to
+their last use, by the others all the while; unless the group recomputes or offloads them (`cost/activation_policy.py`). Outputs
+to other layers are always kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from scrimp.planner.build.weight_nodes import draw_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Bytes per second: of a device's memory, and between it and the host."""
+    """Bytes per second: of a device's memory, and between device and host."""
 
     memory: float
     host_link: float
@@ -43,7 +43,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Who uses an output: a part's group, `copies` times over in it, and when."""
+    """A user of an output: a part's group, `copies` times in it, and when."""
 
     part: int
     use: Use
@@ -52,8 +52,8 @@ class Reader:
 
 class Assembly:
     """`nodes`: of each part and group; `rest`: of the weights of each part and group. `outside`: the rest of the model, where
-    this is a piece of it. `accumulated`: gradients are summed over micro-batches. `alone`: nothing is moved, and of each kind of
-    what is at rest there is as little as can be. No plan can be below that, and there are no edges in it."""
+    this is a piece of it. `accumulated`: gradients accumulate over micro-batches. `alone`: a relaxation without resharding and
+    edges, in which every state at rest is sharded as far as possible; it bounds every plan from below."""
 
     def __init__(
         self, graph: Graph, parts: Sequence[Part], moves: Moves, precision: Precision, rates: Rates, ways: Sequence[str] = WAYS,
@@ -78,9 +78,9 @@ class Assembly:
                 self.sketch.cost(self.nodes[k, g], part.count * here.repeat(ahead), FORWARD)
                 again = here.only(RECOMPUTE, ahead)
                 self.sketch.cost(self.nodes[k, g], part.count * (here.repeat(behind) + again), BACKWARD)
-        self.inputs: dict[int, int] = {}  # nodes of what comes from outside, by its place in `outside.arrivals`
-        self.tangents: dict[tuple[int, str], int] = {}  # and of gradients that do, by the output
-        self.owners: dict[str, tuple[int, str]] = {}  # of weights in the model: the first part that uses it, and as what
+        self.inputs: dict[int, int] = {}  # nodes of inputs from other pieces, by position in `outside.arrivals`
+        self.tangents: dict[tuple[int, str], int] = {}  # nodes of gradients from other pieces, by output
+        self.owners: dict[str, tuple[int, str]] = {}  # of each weight: the first part that uses it, and its name there
         for k, part in enumerate(parts):
             self._inside(k, part)
             self._borders(k, part)
@@ -99,7 +99,7 @@ class Assembly:
                 self._save(k, root)
             else:
                 self._hold(k, root, part.point(first), part.point(last))
-                if last < model.forward_ops:  # made again it is there again
+                if last < model.forward_ops:  # recompute brings it back
                     group = model.makers[root]
                     nbytes = self.ways[k, group].only(RECOMPUTE, self.nbytes(model, group, root))
                     self.sketch.hold(self.nodes[k, group], part.again, part.again, TEMPORARIES, nbytes)
@@ -109,7 +109,7 @@ class Assembly:
                     self._moved(k, name, k, use, name, part.count)
 
     def _hold(self, k: int, root: str, first: int, last: int) -> None:
-        """One layer's from when it is made to when it was last used; the others', if it is saved, all the while."""
+        """One layer holds it from when it is made to its last use; the other layers, if it is saved, hold it all the while."""
         part = self.parts[k]
         group = part.model.makers[root]
         nbytes = self.ways[k, group].repeat(self.nbytes(part.model, group, root))
@@ -126,7 +126,7 @@ class Assembly:
             self.sketch.must_be(*FLIGHT, kind, part.count * whole)
 
     def _save(self, k: int, root: str) -> None:
-        """What stays in its layer, and is used in the forward and in the backward."""
+        """Holds an activation that stays in its layer and is used in the forward and in the backward."""
         part, model = self.parts[k], self.parts[k].model
         group = model.makers[root]
         node, here, nbytes = self.nodes[k, group], self.ways[k, group], self.nbytes(model, group, root)
@@ -167,7 +167,7 @@ class Assembly:
                 self._gradient_back(k, tangents.get(output), reader, name)
             if root in model.lives:
                 first, last = model.lives[root]
-                # The last of the part's layers is looked at: what it makes goes to other parts alone.
+                # The part's last layer is modelled: its outputs go to other parts alone.
                 behind = [self.parts[r.part].point(span[1]) for r in readers if r.part != k for span in r.use.spans]
                 self._hold(k, root, part.point(first), max([part.point(last), *behind]))
         inputs = dict(zip(model.borders, self.graph.layers[part.last].inputs, strict=True))
@@ -195,8 +195,8 @@ class Assembly:
                     self.sketch.must_be(*span, BUFFERS, whole_nbytes(model.values[name]))
 
     def _readers(self, k: int, output: str) -> Iterator[Reader]:
-        """Groups of later layers that use an output of this part; of those in the part itself, all but the last use the
-        layer's before."""
+        """Groups of later layers that use an output of this part; within the part, all layers but the first use that of the layer
+        before."""
         for other, reading in enumerate(self.parts):
             count = 0
             for layer in range(reading.first, reading.first + reading.count):
@@ -217,18 +217,18 @@ class Assembly:
         raise LookupError(output)
 
     def _gradient_back(self, k: int, tangent: str | None, reader: Reader, name: str) -> None:
-        """From the group that makes an input's gradient to those that need the output's."""
+        """An edge from the group that makes an input's gradient to those that need the output's gradient."""
         behind = self.parts[reader.part].model
         gradient = dict(behind.graph.gradients).get(name)
         if tangent is None or gradient is None or reader.use is not behind.uses[name][0]:
-            return  # it is made once, whoever uses the input
+            return  # made once, for all users of the input
         for use in self.parts[k].model.uses.get(tangent, ()):
             self._moved(reader.part, gradient, k, use, tangent, reader.copies)
 
-    # Moves.
+    # Resharding.
 
     def _moved(self, maker: int, name: str, user: int, use: Use, as_name: str, copies: int) -> None:
-        """What a group made, for a group that uses it, under the name it has there."""
+        """Adds the edge from a value's maker to a group that uses it, under the name it has there."""
         one = self.parts[maker].model
         if self.alone or name not in one.makers:
             return
@@ -240,7 +240,7 @@ class Assembly:
             return
         root = one.values[name].storage
         if root not in one.lives:
-            return  # a view of what came from elsewhere
+            return  # a view of a value from another layer
         inside = name not in one.graph.outputs
         if not self._is_kept(maker, name, user, as_name):
             there = self.ways[maker, group].repeat(self.nbytes(one, group, name))[:, None]
@@ -249,15 +249,15 @@ class Assembly:
             self.sketch.pair_hold(a, b, part.point(use.forward[1]), part.again, ACTIVATIONS, there * again)
             self.sketch.pair_hold(a, b, *part.span, ACTIVATIONS, (part.count - 1) * there * again)
             self.sketch.pair_hold(a, b, *FLIGHT, ACTIVATIONS, part.count * there * again)
-        elif inside:  # what was sent to the host comes back for it, earlier than for its own backward
+        elif inside:  # offloaded values come back for it, earlier than for their own backward
             back = self.ways[maker, group].only(OFFLOAD, self.nbytes(one, group, name))[:, None] * again
             first = min(op for op in one.reads[root] if op >= one.forward_ops)
             self.sketch.pair_hold(a, b, part.again, part.point(first) - 1, ACTIVATIONS, back)
 
     def used(self, node: int, made: Sequence[Placed], user: int, use: Use, name: str, copies: int) -> Numbers | None:
-        """What a node has, by its options, for a group that uses it: the moves, and the copies while they are used. Where the
-        group's forward runs again it is moved once more, and must still be there, or be made again too: by which of the group's
-        options, if by any."""
+        """Adds the cost of a node's value for a group that uses it: resharding, and the copies while they are used. If the
+        group's forward is recomputed, the value is resharded once more, and must still be held, or be recomputed too: returns by
+        which of the group's options, if by any."""
         part, ways = self.parts[user], self.ways[user, use.group]
         options = part.model.options[use.group]
         needed = ways.spread([option.needed[name] for option in options])
@@ -275,7 +275,7 @@ class Assembly:
         return again
 
     def _is_kept(self, maker: int, name: str, user: int, as_name: str) -> bool:
-        """It is there in the user's backward anyhow, if it is kept at all."""
+        """Whether the user's backward finds it anyhow, if it is kept at all."""
         model = self.parts[maker].model
         if name in model.graph.outputs:
             return any(use.backward is not None for use in self.parts[user].model.uses[as_name])
@@ -290,18 +290,18 @@ class Assembly:
 
 
 def whole_nbytes(value: Value) -> int:
-    """Of all devices together, held once."""
+    """Bytes of one full copy, over all devices."""
     return prod(value.shape) * ITEMSIZE[value.dtype]
 
 
 def _saves(model: LayerModel, g: int) -> bool:
-    """Whether a group makes something in the forward that is used in the backward."""
+    """Whether a group's forward makes something that the backward uses."""
     return any(model.makers[root] == g and first < model.forward_ops <= last for root, (first, last) in model.lives.items())
 
 
 def _open(model: LayerModel, g: int, ways: Sequence[str]) -> tuple[str, ...]:
-    """What can become of what a group makes. One that saves nothing may have to run again for others of its layer that do: else
-    what it made would have to be kept for them."""
+    """The activation policies open to a group. A group that saves nothing may need recompute for others of its layer that do:
+    else its outputs would have to be kept for them."""
     if _saves(model, g):
         return tuple(ways)
     needed = any(model.makers.get(name) == g and any(use.forward for use in uses) for name, uses in model.uses.items())
@@ -309,5 +309,5 @@ def _open(model: LayerModel, g: int, ways: Sequence[str]) -> tuple[str, ...]:
 
 
 def words(mesh: Mesh, option: Option) -> str:
-    """The atom of each axis, as a text."""
+    """The atom of each axis, as text."""
     return " ".join(f"{axis}:{'-' if atom is None else atom}" for axis, atom in zip(mesh.names, option.split, strict=True))

@@ -1,9 +1,8 @@
-"""A problem while it is drawn up: costs of nodes and pairs are added to from many sides.
+"""`Sketch`: collects nodes, costs and holds from many sides, and turns them into a `Problem`.
 
-Seconds are kept by when they are spent: with every micro-batch in the forward or in the backward, while its input or its gradient
-comes from another piece of the model, or once in a step. Bytes are held from point to point, or at two moments that are
-no points: by every micro-batch in flight but the one that is looked at (`FLIGHT`), and while other pieces of the device run
-(`AWAY`).
+Seconds are kept by phase: in the forward or in the backward of every micro-batch, while its input or its gradient arrives from
+another piece of the model, or once in a step. Bytes are held from point to point, or in two states that have no points: by every
+micro-batch in flight except the modelled one (`FLIGHT`), and while other pieces of the device run (`AWAY`).
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class _Edge:
 
 
 class Sketch:
-    """`where`: of each point what runs then."""
+    """`where`: the operator at each point."""
 
     def __init__(self, where: Sequence[str]) -> None:
         self.where, self.points = tuple(where), len(where)
         self.nodes: list[_Node] = []
-        self.once: list[tuple[int, int, str, int]] = []  # points, kind and bytes over all devices of all that must be somewhere
+        self.once: list[tuple[int, int, str, int]] = []  # points, kind and bytes over all devices of every tensor, counted once
         self.edges: dict[tuple[int, int], _Edge] = {}
 
     def node(self, name: str, options: Sequence[str]) -> int:
@@ -54,7 +53,7 @@ class Sketch:
 
     @property
     def always(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """All the while, whatever runs."""
+        """All points and states."""
         return (0, self.points - 1), AWAY
 
     def cost(self, node: int, seconds: Numbers, when: str = FORWARD) -> None:
@@ -66,11 +65,11 @@ class Sketch:
         holds[first, last, kind] = holds.get((first, last, kind), 0) + nbytes
 
     def must_be(self, first: int, last: int, kind: str, nbytes: int) -> None:
-        """So many bytes, over all devices, whatever is chosen: what is held beyond them is there more than once."""
+        """Bytes over all devices, whatever is chosen: all bytes held beyond them are replicas."""
         self.once.append((first, last, kind, nbytes))
 
     def pair_cost(self, one: int, other: int, seconds: Numbers, when: str = FORWARD) -> None:
-        """By option of the one, then of the other; a node and itself is a cost of the node."""
+        """By option of the one, then of the other; for a node and itself it is a cost of the node."""
         if one == other:
             self.cost(one, np.diagonal(seconds), when)
             return
@@ -119,7 +118,7 @@ class Sketch:
         )
 
     def seconds(self, choice: Sequence[int], when: str) -> float:
-        """Of a choice, those that are spent then."""
+        """Seconds of a choice in one phase."""
         nodes = (node.spent[when][p] for node, p in zip(self.nodes, choice, strict=True) if when in node.spent)
         edges = (edge.spent[when][choice[a], choice[b]] for (a, b), edge in self.edges.items() if when in edge.spent)
         return fsum(float(each) for each in (*nodes, *edges))

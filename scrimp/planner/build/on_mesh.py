@@ -1,6 +1,6 @@
-"""The layers of a captured model, ready to be planned: on any mesh, with all that its groups can choose or with some of it.
+"""The layers of a captured model with their sharding options on a mesh, all of them or a subset.
 
-Groups do not depend on the mesh, options do. What was reckoned for a mesh once is remembered: a search asks again and again.
+Groups do not depend on the mesh, options do. Results are cached per mesh, because a search builds many assemblies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scrimp.planner.cost.activation_policy import WAYS
 from scrimp.rules import rule_of
 
 Narrow = Callable[[Graph, Mesh, list[LayerModel]], list[LayerModel]]
-Looked = tuple[tuple[tuple[Split, ...], ...], ...]  # ways to split: by class of layers, and by group
+Looked = tuple[tuple[tuple[Split, ...], ...], ...]  # splits by class of layers, and by group
 
 
 class Layers:
@@ -57,7 +57,7 @@ class OnMesh:
 
     @cached_property
     def every(self) -> Looked:
-        """All ways to split."""
+        """All splits."""
         return tuple(tuple(tuple(splits(group, self.mesh)) for group in model.groups) for model in self.layers.models)
 
     def assembly(
@@ -69,7 +69,7 @@ class OnMesh:
         alone: bool = False,
         narrow: Narrow | None = None,
     ) -> Assembly:
-        """With the options of these splits, of all if none are given; `narrow` leaves some of them. `alone`: for a bound."""
+        """The problem with the options of these splits, by default of all; `narrow` filters them. `alone`: for a lower bound."""
         models = [
             replace(model, options=tuple(tuple(self._allowed(k, g, each)) for g, each in enumerate(groups)))
             for k, (model, groups) in enumerate(zip(self.layers.models, looked or self.every, strict=True))

@@ -1,12 +1,12 @@
-"""A piece of a model among others: what comes to it and goes from it.
+"""The tensors that a pipeline piece receives from and sends to other pieces, in the problem of its stage.
 
-What comes, an input or the gradient of an output, lands in a buffer that is always there, in a place of its own choice (a node
-whose options are the places that its users need); while it is used it is held beside. An input is held until its last user's
-backward, by every micro-batch in flight. What goes is held until it was sent, at the latest when the piece next makes the same.
-What only passes through is split over all devices, and takes room where it lands and where it is sent from.
+A received tensor, an input or the gradient of an output, arrives in a permanent buffer. Its placement there is a node whose
+options are the placements that its users need; a copy is held while it is used. An input is held until its last user's backward,
+by every micro-batch in flight. A sent tensor is held until it is sent, at the latest when the piece makes the next one. A relayed
+tensor is split over all devices, and takes memory in a receive and in a send buffer.
 
-A transfer takes what a device gets of it over the link to the other piece. It runs beside the work: the schedule says what of it
-is waited for.
+A transfer moves a device's share over the link to the other piece. It overlaps with compute: the schedule determines the part
+that is exposed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """As in `Piece`; `ahead` and `behind`: the links from the pieces before it and behind it, `far` that to the piece which has
-    the same parameters, where there are such."""
+    """As in `Piece`; `ahead` and `behind`: the links from the pieces before and after it, `far` the link to the piece that shares
+    its parameters, where there is one."""
 
     arrivals: tuple[str, ...] = ()
     departures: frozenset[tuple[int, str]] = frozenset()
@@ -56,7 +56,7 @@ class Outside:
     far: Link = DEFAULT_LINK
 
     def shared_seconds(self, nbytes: Numbers) -> Numbers:
-        """Of summing up gradients with another piece: each gets the other's."""
+        """Seconds of summing gradients with another piece: each receives the other's."""
         return self.far.latency_seconds + nbytes / self.far.bytes_per_second
 
 
@@ -65,7 +65,7 @@ NOWHERE = Outside()
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Layers of a part that use what arrives, by the name that it has there: one use, by so many of them."""
+    """Layers of a part that use a received tensor, by the name it has there: one use, by so many of them."""
 
     part: int
     name: str
@@ -123,7 +123,7 @@ def _output(problem: Assembly, layer: int, output: str) -> None:
 
 
 def _lands(problem: Assembly, readings: list[Reading], link: Link, when: str) -> tuple[int, list[Placed], Numbers]:
-    """A node with its places, and their bytes."""
+    """A node with the placements of a received tensor, and their bytes."""
     made = [*dict.fromkeys(option.needed[each.name] for each in readings for option in _options(problem, each))]
     node = problem.sketch.node(f"{when} from outside", [str(place) for place in made])
     nbytes = ITEMSIZE[_value(problem, readings[0]).dtype] * np.array([problem.numel(place) for place in made])
@@ -134,12 +134,12 @@ def _lands(problem: Assembly, readings: list[Reading], link: Link, when: str) ->
 
 
 def _goes(problem: Assembly, k: int, name: str, when: str) -> None:
-    """What is sent stays until that is done: through all that comes before the same is made again, at most. A sum is completed
-    before."""
+    """Holds a sent tensor until it is sent: at most through all points before the same tensor is made again. Partial sums are
+    reduced before."""
     part, model = problem.parts[k], problem.parts[k].model
     root = model.values[name].storage
     if root not in model.lives or name not in model.makers:
-        return  # a view of what came from elsewhere
+        return  # a view of a value from another piece
     group, sketch = model.makers[name], problem.sketch
     node, ways = problem.nodes[k, group], problem.ways[k, group]
     places = [option.made[name] for option in model.options[group]]
@@ -178,7 +178,7 @@ def _readings(problem: Assembly, arrival: str) -> Iterator[Reading]:
 
 
 def _last(problem: Assembly, reading: Reading) -> int:
-    """Until when it is needed: by the first of the part's layers, whose backward is its last."""
+    """The last point that needs it: in the first of the part's layers, whose backward runs last."""
     part = problem.parts[reading.part]
     if reading.use.backward is not None and part.count > 1:
         return part.span[1]

@@ -1,7 +1,8 @@
-"""Weights in the planner's problem: a node for those of each group says how they are shared out at rest.
+"""Weights in the planner's problem: one node for the weights of each group chooses their ZeRO levels at rest.
 
-Gathered for the forward and for the backward of every micro-batch, and once more where a forward runs again; reduced and updated
-once in a step, or, where gradients are summed up over micro-batches and shared out, reduced with each of them.
+Weights are gathered for the forward and for the backward of every micro-batch, and once more for a recompute. Gradients are
+reduced, and weights updated, once in a step; or, where sharded gradients accumulate over micro-batches, reduced with each of
+them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def draw_weights(problem: Assembly, k: int, part: Part) -> None:
             sketch.must_be(*span, GRADIENTS, trained * problem.precision.gradient)
             sketch.must_be(*span, OPTIMIZER, trained * problem.precision.states)
         if problem.alone:
-            level = max(choices, key=sum)  # all that can be shared out is
+            level = max(choices, key=sum)  # shards as much as possible
             least = [_at_rest(problem, option, names, gradients, level) for option in model.options[group]]
             for kind, of in _KINDS.items():
                 nbytes = part.count * np.array([int(of(each)) for each in problem.ways[k, group].spread(least)])
@@ -94,7 +95,7 @@ def draw_weights(problem: Assembly, k: int, part: Part) -> None:
 
 
 def _tied(problem: Assembly, owner: int, name: str, user: int, as_name: str) -> None:
-    """A weight that an earlier part has: it is moved to where it is used again, and its gradient back."""
+    """A weight that an earlier part owns: it is resharded for its second use, and its gradient back."""
     if problem.alone:
         return
     one, other, part = problem.parts[owner].model, problem.parts[user].model, problem.parts[user]

@@ -1,9 +1,9 @@
-"""What becomes of what a group saves for its backward: it is kept, made again, or sent to the host and back.
+"""The activation policies of a group: keep, recompute, or offload its saved activations.
 
-keep        it is there from when it was made to when it was last used
-recompute   it goes after its last use in the forward, and the group's forward runs again just before its layer's backward;
-            what that needs must be there: kept by who made it, or made again by a group of the same layer
-offload     it goes to the host after its last use in the forward, and comes back for its first in the backward
+keep        held from the operator that makes it to its last use
+recompute   freed after its last use in the forward; the group's forward runs again just before its layer's backward, and its
+            inputs must be there: kept by the group that made them, or recomputed by a group of the same layer
+offload     copied to the host after its last use in the forward, and back for its first use in the backward
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Each = TypeVar("Each")
 
 @dataclass(frozen=True)
 class Ways:
-    """Of one group: its node has an option for each way to split and each of these, the latter running faster."""
+    """The policies of one group: its node has an option for each split and each policy, the policy varying fastest."""
 
     names: tuple[str, ...]
 
     def spread(self, numbers: Sequence[Each]) -> list[Each]:
-        """What is the same for all ways."""
+        """Numbers that are the same for all policies."""
         return [number for number in numbers for _ in self.names]
 
     def repeat(self, numbers: Numbers) -> Numbers:
         return np.repeat(numbers, len(self.names))
 
     def only(self, way: str, numbers: Numbers) -> Numbers:
-        """Numbers by way to split, that count for one of these alone."""
+        """Numbers by split, that count for one policy alone."""
         return np.outer(numbers, [name == way for name in self.names]).reshape(-1).astype(numbers.dtype)
 
     def mask(self, way: str, splits: int) -> Numbers:

@@ -1,14 +1,14 @@
-"""What a move costs at most, in microseconds: a program that is made greedily, one collective after the other.
+"""An upper bound of a resharding's cost, in microseconds of planning: a greedy sequence of collectives.
 
-`synthesize` finds the cheapest program for a move, in milliseconds; a planner asks for a hundred thousand moves of which few are
-chosen. So it reckons with this one, which always can be run, and which for most moves of known parallelisms is the cheapest.
-Axes leave a dim from its minor end and come to it there. As long as that is possible
+`synthesize` finds the cheapest program of a resharding, in milliseconds; a planner needs the cost of a hundred thousand, few of
+which are chosen. So it uses this one, which always can be run, and which is the cheapest for most reshardings of known
+parallelisms. Axes leave a dim from its minor end and join it there. As long as that is possible
 
-    an axis that is whole comes by a slice, which costs nothing; one that is summed over by a reduce-scatter
-    axes at the end of one dim that are wanted next in another go there by an all-to-all
-    what is still to be summed, and splits nothing afterwards, is all-reduced while tiles are small
+    a replicated axis joins by a slice, which costs nothing; a partial one by a reduce-scatter
+    axes at the end of one dim that are wanted next in another move there by an all-to-all
+    partial axes that split nothing afterwards are all-reduced while tiles are small
 
-and where it is not, the axis at the end of a dim that must leave it is gathered.
+and where it is not, the axis at the end of a dim that must leave it is all-gathered.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class AxisWise:
             dim = next(k for k, (now, then) in enumerate(zip(state, wanted, strict=True)) if now != then[: len(now)])
             axis = state[dim].pop()
             local *= self._sizes[axis]
-            total += self._reduced((axis,), local)  # a gather is a reduce-scatter turned round
+            total += self._reduced((axis,), local)  # an all-gather costs as much as a reduce-scatter
         return total
 
     def _coming(self, state: list[list[str]], wanted: list[list[str]]) -> tuple[str, int] | None:
-        """An axis that is wanted next in a dim, and splits nothing now."""
+        """An axis that a dim needs next, and that splits nothing now."""
         split = {axis for dim in state for axis in dim}
         for dim, (now, then) in enumerate(zip(state, wanted, strict=True)):
             if len(now) < len(then) and now == then[: len(now)] and then[len(now)] not in split:
@@ -80,7 +80,7 @@ class AxisWise:
 
 
 def _going(state: list[list[str]], wanted: list[list[str]]) -> tuple[int, int, int] | None:
-    """Two dims, and how many axes at the end of the one are wanted next in the other, in that order."""
+    """Two dims, and how many axes at the end of the one are needed next in the other, in that order."""
     for target, (now, then) in enumerate(zip(state, wanted, strict=True)):
         if now != then[: len(now)]:
             continue
@@ -94,7 +94,7 @@ def _going(state: list[list[str]], wanted: list[list[str]]) -> tuple[int, int, i
 
 
 def _agreeing(one: list[str], other: list[str]) -> int:
-    """How many axes from the first on are the same."""
+    """The length of the common prefix."""
     count = 0
     while count < min(len(one), len(other)) and one[count] == other[count]:
         count += 1

@@ -1,4 +1,4 @@
-"""What it costs to have a tensor in another place than where it was made."""
+"""Tables of resharding costs between placements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Places = tuple[Placed, ...]
 
 
 class Moves:
-    """Of one mesh and cluster; it remembers all that it was asked."""
+    """The costs on one mesh and cluster, with a cache."""
 
     def __init__(self, costs: AxisWise) -> None:
         self.costs, self.mesh = costs, costs.mesh
@@ -24,7 +24,7 @@ class Moves:
         self._tables: dict[tuple[Places, Places, int], tuple[Numbers, Numbers]] = {}
 
     def tables(self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int) -> tuple[Numbers, Numbers]:
-        """By pairs: seconds of moves, and bytes of the copies. Few pairs differ, and layers that are alike ask the same."""
+        """By pairs: seconds of resharding, and bytes of the copies. Few pairs differ, and identical layers share them."""
         rows, columns = ({place: k for k, place in enumerate(dict.fromkeys(places))} for places in (made, needed))
         key = (*rows,), (*columns,), itemsize
         if key not in self._tables:
@@ -43,7 +43,7 @@ class Moves:
         return self._seconds[key]
 
     def nbytes(self, source: Placed, target: Placed, itemsize: int) -> int:
-        """What the target takes beside the source; a sum is completed where it is."""
+        """Additional bytes of the target while the source is held; a partial sum is reduced in place."""
         if source == target or source.complete() == target:
             return 0
         if common(source, target, self.mesh) is None:
@@ -59,7 +59,7 @@ class Moves:
         return self.costs.seconds(prod(shape) * itemsize, src, dst)
 
     def _between(self, source: Placed, target: Placed) -> Placed:
-        """Where the two have no factors in common, the dim is made whole first."""
+        """An intermediate placement: dims without common factors are gathered first."""
         dims = []
         for one, other in zip(source.dims, target.dims, strict=True):
             met = common(Placed((one,)), Placed((other,)), self.mesh) is not None

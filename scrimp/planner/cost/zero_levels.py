@@ -1,8 +1,8 @@
-"""Weights, gradients and optimizer states at rest: over which axes each is shared out beyond the way it is used.
+"""ZeRO levels: over which axes weights, gradients and optimizer states are sharded at rest, beyond their sharding in use.
 
-An axis along which a group's weights are the same on all devices can share out nothing, the optimizer's states (1), the
-gradients too (2), or the weights too (3), which are then gathered whenever they are used. Data parallelism is 0 everywhere, and
-what is known as ZeRO 1, 2 and 3 are these numbers; here every group has its own, and every axis.
+An axis along which a group's weights are replicated can shard nothing (0), the optimizer states (1), the gradients too (2), or
+the weights too (3), which are then gathered whenever they are used. Data parallelism is 0 everywhere, and ZeRO 1, 2 and 3 are
+these numbers; here every group and every axis has its own.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from scrimp.layout import Layout, Mesh
 from scrimp.planner.cost.greedy_move import AxisWise
 
 NOTHING, STATES, GRADIENTS, WEIGHTS = range(4)
-UPDATE_NBYTES = 28  # read and written of memory for a parameter's update: see docs/design.md, "one pass"
+UPDATE_NBYTES = 28  # read and written per parameter by an update: see docs/explanation/chunks.md, "On the host"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes of a parameter: its weight, its gradient beside that (0: it stands where the weight stood), and its states."""
+    """Bytes per parameter: its weight, its gradient (0: it replaces the weight in place), and its optimizer states."""
 
     name: str
     dtype: str
     weight: int
     gradient: int
-    reduced: int  # bytes of a gradient's element as it travels
+    reduced: int  # bytes of a gradient's element in a reduction
     states: int
 
 
@@ -36,7 +36,7 @@ PRECISIONS = ("bf16", "megatron-bf16", "fp32")
 
 
 def precision_of(name: str, optimizer: str) -> Precision | None:
-    """None if one of them is not known."""
+    """None if one of the names is unknown."""
     moments = OPTIMIZERS.get(optimizer)
     if moments is None:
         return None
@@ -49,8 +49,8 @@ def precision_of(name: str, optimizer: str) -> Precision | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """A weight as a group uses it: elements on a device, axes along which all have the same, and those over which its
-    gradient comes as parts of a sum."""
+    """A weight in use: elements on a device, axes along which it is replicated, and axes along which its gradient is a partial
+    sum."""
 
     numel: int
     same: tuple[str, ...]
@@ -59,8 +59,8 @@ class Used:
 
 @dataclass(frozen=True, kw_only=True)
 class AtRest:
-    """Of a group's weights, on a device. `gathered_nbytes`: while they are used, if they are shared out; `gather_seconds`: of
-    gathering them once; `reduce_seconds`: of bringing a micro-batch's gradient to where it is kept; `seconds`: once in a step."""
+    """Costs of a group's weights on a device. `gathered_nbytes`: while they are used, if they are sharded; `gather_seconds`: of
+    one all-gather; `reduce_seconds`: of reducing a micro-batch's gradient; `seconds`: once in a step."""
 
     weight_nbytes: int
     gradient_nbytes: int
@@ -72,12 +72,12 @@ class AtRest:
 
 
 def levels(mesh: Mesh, precision: Precision) -> tuple[tuple[int, ...], ...]:
-    """All ways to share out, an axis each; where gradients take no room of their own, they need no level."""
+    """All combinations of levels, one per axis; level 2 is left out where gradients take no memory of their own."""
     each = (NOTHING, STATES, GRADIENTS, WEIGHTS) if precision.gradient else (NOTHING, STATES, WEIGHTS)
     return tuple(product(each, repeat=len(mesh.axes)))
 
 
-@lru_cache(maxsize=1 << 16)  # layers that are alike ask the same
+@lru_cache(maxsize=1 << 16)  # identical layers share results
 def at_rest(
     used: tuple[Used, ...],
     level: tuple[int, ...],
@@ -88,9 +88,9 @@ def at_rest(
     trained: bool = True,
     accumulated: bool = False,
 ) -> AtRest:
-    """`rate`: bytes a second of the device's memory. Gathered before the forward and before the backward; gradients reduced to
-    where the states are, at once, or, if they are `accumulated` over micro-batches, first to where the sum is kept; weights that
-    are not shared out gathered after the update."""
+    """`rate`: bytes per second of the device's memory. Weights are gathered before the forward and before the backward. Gradients
+    are reduced to the shards of the states, at once; or, if `accumulated` over micro-batches, first to the shards of the sum.
+    Unsharded weights are gathered after the update."""
     mesh = costs.mesh
     chosen = dict(zip(mesh.names, level, strict=True))
     sizes = dict(mesh.axes)
@@ -127,5 +127,5 @@ def _parts(partial: tuple[str, ...]) -> Layout:
 
 
 def accumulating(precision: Precision) -> Precision:
-    """With more than one micro-batch the weights are needed after the first gradients: those have bytes of their own."""
+    """With more than one micro-batch the weights are needed after the first gradients: so gradients get memory of their own."""
     return replace(precision, gradient=precision.gradient or precision.reduced)

@@ -1,1 +1,1 @@
-"""The search on problems too large for the linear program, without torch."""
+"""The search on problems too large for the linear program; no torch."""

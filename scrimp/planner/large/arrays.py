@@ -1,7 +1,7 @@
-"""A large problem as arrays: all nodes of one width, so that a step is taken for thousands of them at once.
+"""A large problem as padded arrays, so that one numpy call handles thousands of nodes.
 
 Options that a node does not have are forbidden, and so are their pairs. Edges between the same two nodes become one. Seconds of
-pairs are in single precision, which is enough to search by; `evaluate` judges what is found.
+pairs are in single precision, which is enough for the search; `evaluate` checks its result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from scrimp.planner.solver.points import Numbers
 from scrimp.planner.solver.problem import Problem
 
-MOST_NUMBERS = 4 * 10**8  # of all tables of pairs, padded
+MOST_NUMBERS = 4 * 10**8  # of all padded tables of pairs
 
 
 class Holds:
@@ -27,7 +27,7 @@ class Holds:
             order = np.argsort(owner, kind="stable")
             owner, first, stop, table = owner[order], first[order], stop[order], table[order]
         self.owner, self.first, self.stop, self.table = owner, first, stop, table
-        # Where the holds of each owner begin: they are summed by `reduceat`.
+        # Start of each owner's holds, for `reduceat`.
         self.owners, self.begins = np.unique(owner, return_index=True)
 
 
@@ -72,13 +72,13 @@ class Arrays:
 
     @staticmethod
     def fits(problem: Problem) -> bool:
-        """Whether the padded tables are of a size that can be worked with."""
+        """Whether the padded tables fit in memory."""
         width = max(len(node.options) for node in problem.nodes)
         return (len(problem.edges) + sum(len(edge.holds) for edge in problem.edges)) * width**2 <= MOST_NUMBERS
 
     @staticmethod
     def _fill(target: Numbers, rows: Sequence[tuple[int, Any]]) -> None:
-        """Tables of one shape at a time."""
+        """Fills tables of one shape at a time."""
         alike: dict[Any, tuple[list[int], list[Any]]] = defaultdict(lambda: ([], []))
         deep = target.ndim == 3
         for k, table in rows:
@@ -94,7 +94,7 @@ class Arrays:
                 target[places, : shape[0]] = block
 
     def restrict(self, left: Numbers) -> None:
-        """To these options of each node, in place."""
+        """Restricts each node to these options, in place."""
         self.unary[~left] = np.inf
 
     def node_bytes(self, choice: Numbers) -> Numbers:
@@ -109,7 +109,7 @@ class Arrays:
         return nbytes
 
     def changes(self, choice: Numbers) -> Numbers:
-        """By how much the bytes held change at each point, and after the last."""
+        """The change of the bytes held at each point, and after the last."""
         change = np.zeros(self.points + 1)
         for holds, nbytes in ((self.node_holds, self.node_bytes(choice)), (self.pair_holds, self.pair_bytes(choice))):
             change += np.bincount(holds.first, nbytes, self.points + 1) - np.bincount(holds.stop, nbytes, self.points + 1)

@@ -1,9 +1,9 @@
-"""A large problem made smaller: options that no choice can have are gone, and nodes that follow another are one with it.
+"""Shrinks a large problem: removes infeasible options, and merges nodes that follow another.
 
-arcs       an option that no option at the other end of an edge allows is gone, and so on along the edges (arc consistency)
+arcs       an option that no option at the other end of an edge allows is removed, and so on along the edges (arc consistency)
 followers  an edge may allow only one option of a node for each option of another, as a view or an update in place does. Then the
            other, its leader, decides for both: the follower's costs and edges become the leader's. Without that, a group of nodes
-           that can only change together is stuck wherever its edges close a circle: the search moves trees (`large/forest.py`).
+           that can only change together is stuck wherever its edges close a cycle: the search moves trees (`large/forest.py`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def consistent(arrays: Arrays, names: Sequence[str]) -> Numbers:
             i = int(np.argmax(empty))
             others = [names[j] for edge in ends[(ends == i).any(axis=1)].tolist() for j in edge if j != i]
             raise PlanError(
-                f"nothing can be chosen: every option of node '{names[i]}' is forbidden, by itself or by all that is left of "
-                f"its neighbours {', '.join(others[:8])}. Allow an option more, or a pair of options of these"
+                f"infeasible problem: every option of node '{names[i]}' is forbidden, by itself or by all options left of "
+                f"its neighbours {', '.join(others[:8])}. Allow another option, or another pair of options of these"
             )
         active = np.flatnonzero(changed[ends].any(axis=1))
     arrays.restrict(left)
@@ -60,7 +60,7 @@ class Contracted:
         return self.follows[np.arange(len(self.leader)), choice[self.leader]]
 
     def contracted(self, choice: Numbers) -> Numbers | None:
-        """None if no choice of the leaders comes to this."""
+        """None if no choice of the leaders corresponds to it."""
         agrees = (self.follows == choice[:, None]).astype(np.int64)
         votes = np.zeros((self.arrays.count, self.arrays.width), np.int64)
         np.add.at(votes, self.leader, agrees)
@@ -70,7 +70,7 @@ class Contracted:
 
 
 def contract(arrays: Arrays, left: Numbers) -> Contracted:
-    """`left`: what `consistent` leaves."""
+    """`left`: the result of `consistent`."""
     leader, follows, left = _leaders(arrays, left)
     kept, number = np.unique(leader, return_inverse=True)
     small = Arrays.__new__(Arrays)
@@ -123,18 +123,19 @@ def contract(arrays: Arrays, left: Numbers) -> Contracted:
 
 
 def _through(tables: Numbers, one: Numbers, two: Numbers) -> Numbers:
-    """Tables by other options: of each side, which option stands where."""
+    """Tables reindexed by other options: `one` and `two` give the option at each position."""
     return tables[np.arange(len(tables))[:, None, None], one[:, :, None], two[:, None, :]]
 
 
 def _leaders(arrays: Arrays, left: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Of each node whom it follows (itself, if nobody), and how; and what is left of the leaders' options."""
+    """Of each node its leader (itself, if it follows none), and its option by the leader's; and the leaders' remaining
+    options."""
     ends, width = arrays.ends, arrays.width
     allowed = np.isfinite(arrays.pair) & left[ends[:, 0]][:, :, None] & left[ends[:, 1]][:, None, :]
     by_two = (allowed.sum(axis=1) <= 1).all(axis=1)  # the first end follows the second
     by_one = (allowed.sum(axis=2) <= 1).all(axis=1)
     edges = np.flatnonzero(by_two | by_one)
-    # Of the first end by option of the second, and the other way round; -1 where that has none.
+    # The option of the first end by that of the second, and vice versa; -1 where there is none.
     firsts = np.where(allowed[edges].any(axis=1), allowed[edges].argmax(axis=1), -1).tolist()
     seconds = np.where(allowed[edges].any(axis=2), allowed[edges].argmax(axis=2), -1).tolist()
     leader = list(range(arrays.count))
@@ -149,7 +150,7 @@ def _leaders(arrays: Arrays, left: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         if leader[i] == leader[j]:
             continue
         larger = len(members.get(leader[i], ())) > len(members.get(leader[j], ()))
-        ways = [(i, j, first)] * two_leads + [(j, i, second)] * one_leads  # who follows, whom, and how
+        ways = [(i, j, first)] * two_leads + [(j, i, second)] * one_leads  # follower, leader, and the map of options
         for follower, other, how in reversed(ways) if larger else ways:
             mine, theirs = leader[follower], leader[other]
             step = [how[q] for q in maps[other]] if other in maps else how
@@ -158,7 +159,7 @@ def _leaders(arrays: Arrays, left: Numbers) -> tuple[Numbers, Numbers, Numbers]:
                 options = [p for p in range(width) if possible[mine][p] and p not in missing]
                 inverse = {mapped[p]: p for p in options}
                 if len(inverse) < len(options):
-                    continue  # several options of its leader make this one choose alike: it does not say which
+                    continue  # several options of its leader map to this one: it does not determine the leader's
                 step = [inverse.get(p, -1) for p in step]
             here = [p if p >= 0 else 0 for p in step]
             moved = members.pop(mine, None) or [mine]

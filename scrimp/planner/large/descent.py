@@ -1,13 +1,13 @@
-"""A better choice of a large problem from any choice: trees take their best options (`large/forest.py`) at prices for bytes.
+"""Improves a choice of a large problem: trees take their best options (`large/forest.py`) at prices for bytes.
 
-What is made smaller is
+It minimises
 
     seconds  +  price of a held byte x all held bytes  +  sum over points of a penalty
 
-The penalty of a point keeps a choice that is within the limit away from it (a logarithmic barrier, which is lowered as the search
-goes on), or, if a choice is over a target, drives it there (the square of what is over). Its slope is the price of a byte at that
-point. Trees are asked for their best options at these prices, all at once; they are then taken one after another, each
-only if the penalty as it really is says that this is better too. So a choice within the limit stays within it.
+The penalty of a point keeps a choice within the limit (a logarithmic barrier, lowered as the search goes on), or, if a choice is
+over a target, drives it there (the square of the excess). Its slope is the price of a byte at that point. The best options of all
+trees at these prices are computed at once. Then they are applied one tree after another, each only if the true penalty improves
+too. So a choice within the limit stays within it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from scrimp.planner.large.arrays import Arrays, Holds
 from scrimp.planner.large.forest import Forest, Neighbours, best_on
 from scrimp.planner.solver.points import Numbers
 
-_FORESTS = 24  # so many are kept, and taken again
-# Nodes of a tree at most. Large ones are quicker; small ones are taken where a large one would be over a limit somewhere.
+_FORESTS = 24  # forests that are kept and reused
+# Most nodes of a tree. Large trees are faster; small ones are used where a large one would exceed a limit somewhere.
 QUICK, FINE = (40, 300, 2000), (4, 12, 40)
 _DEPTH = 60
-_LONG = 2  # a span of more than this part of all points is long
-_ROOM = 1e-6  # of a limit: beyond it the logarithm's price would have no end
+_LONG = 2  # a span of more than 1/2 of all points is long
+_ROOM = 1e-6  # of a limit: closer to it the logarithm's price would be infinite
 _STEEPEST = 50.0
 
 
 class Penalty:
-    """What the bytes at a point cost, in seconds. With `steep`: weight exp(steep (bytes / target - 1)), which grows fast near the
-    target and is finite beyond it. Without: the negative logarithm of the room that is left, times weight. `held_price`: of a
-    byte wherever it is held; `held_limit`: of all held bytes."""
+    """The cost of the bytes at a point, in seconds. With `steep`: weight exp(steep (bytes / target - 1)), which grows fast near
+    the target and is finite beyond it. Without: the negative logarithm of the free bytes, times weight. `held_price`: of a byte
+    wherever it is held; `held_limit`: of all held bytes."""
 
     def __init__(
         self, target: float, *, weight: float, steep: float = 0.0, held_price: float = 0.0, held_limit: float = math.inf
@@ -47,7 +47,7 @@ class Penalty:
         self.room = target + _ROOM * self.unit
 
     def prices(self, profile: Numbers) -> Numbers:
-        """Seconds for a byte more."""
+        """Seconds per additional byte."""
         if self.target == math.inf:
             return np.zeros(len(profile))
         if self.steep:
@@ -55,7 +55,7 @@ class Penalty:
         return self.weight / (self.room - profile)
 
     def change(self, before: Numbers, after: Numbers) -> float:
-        """Infinite if a choice that is within the limit would no longer be."""
+        """Infinite if a choice within the limit would leave it."""
         if self.target == math.inf or not len(after):
             return 0.0
         if self.steep:
@@ -78,9 +78,9 @@ class Descent:
         self.forests: deque[Forest] = deque(maxlen=_FORESTS)
         self.drawn = 0
         self.sizes: tuple[int, ...] = QUICK
-        # Pairs that hold bytes have a price too; of all others the tables stay as they are.
+        # Pairs that hold bytes have a price too; all other tables stay as they are.
         self.priced = arrays.pair.copy() if len(arrays.pair_holds.owners) else arrays.pair
-        self.peak = 0.0  # of the profile, or more
+        self.peak = 0.0  # of the profile, or an upper bound
         self.restart(choice)
 
     def restart(self, choice: Numbers) -> None:
@@ -98,7 +98,7 @@ class Descent:
         return int(np.isinf(a.pair[np.arange(len(a.ends)), x[a.ends[:, 0]], x[a.ends[:, 1]]]).sum())
 
     def forest(self) -> Forest:
-        """A new one each second time, as long as they are few; later now and then."""
+        """A new forest every second time while they are few; later now and then."""
         self.drawn += 1
         if len(self.forests) < 2 or self.drawn % (2 if len(self.forests) < _FORESTS else 4) == 0:
             self.forests.append(self.neighbours.forest(self.rng, self.free, self.rng.choice(self.sizes), _DEPTH))
@@ -106,18 +106,18 @@ class Descent:
         return self.forests[self.rng.randrange(len(self.forests))]
 
     def be(self, sizes: tuple[int, ...]) -> None:
-        """QUICK or FINE."""
+        """Sets the tree sizes: QUICK or FINE."""
         if sizes != self.sizes:
             self.sizes = sizes
             self.forests.clear()
 
     def mend(self, most: float) -> int:
-        """A sweep against forbidden pairs, each of which costs `most` seconds. How many are left."""
+        """One sweep against forbidden pairs, each of which costs `most` seconds. Returns how many are left."""
         self.restart(best_on(self.forest(), self.arrays.unary, self.arrays.pair, self.choice, most))
         return self.forbidden()
 
     def sweep(self, penalty: Penalty, deadline: float = math.inf) -> float:
-        """By how much what is made smaller has become so."""
+        """One sweep over a forest; returns the decrease of the objective."""
         forest = self.forest()
         self.peak = float(self.profile.max())
         prices = penalty.prices(self.profile)
@@ -125,7 +125,7 @@ class Descent:
         return self._take(forest, found, penalty, prices, deadline)
 
     def price(self, prices: Numbers, held_price: float) -> Numbers:
-        """Seconds of options and what their bytes cost at these prices; pairs' go to `priced`."""
+        """Seconds of options plus their bytes at these prices; those of pairs go to `priced`."""
         a = self.arrays
         upto = np.concatenate([[0.0], np.cumsum(prices)])
         unary = a.unary.copy()
@@ -179,7 +179,7 @@ class Descent:
         return tuple(each[order] for each in joined)
 
     def _try(self, seconds: float, spans: Sequence[Numbers], penalty: Penalty, upto: Numbers) -> float:
-        """Takes what a tree would hold, if that is better; by how much it changes what is made smaller."""
+        """Applies a tree's change if that is an improvement; returns the change of the objective."""
         first, stop, nbytes = spans
         if not len(nbytes):
             return seconds
@@ -194,7 +194,7 @@ class Descent:
         profile, most = self.profile, len(self.profile)
         long = (stop - first) * _LONG > most
         if long.any() and not long.all():
-            # What is held for long changes little, nearly everywhere: at the prices as they are.
+            # Long holds change little, nearly everywhere: use the current prices.
             far = float(nbytes[long].sum())
             change += float((nbytes[long] * (upto[stop[long]] - upto[first[long]])).sum())
             if far > 0 and self.peak + far > penalty.target:

@@ -1,9 +1,8 @@
-"""Exact choices on trees, thousands of nodes at once: the steps of the search on large problems.
+"""Exact choices on trees, for thousands of nodes at once: the steps of the search on large problems.
 
-A forest is a set of nodes between which the edges have no circle. While all other nodes stay as they are, the best options of a
-tree follow by dynamic programming: from the leaves up, of each node and option the least that its subtree costs; then from the
-root down. All trees go up and down together, a level at a time. Every forest is drawn anew, so that what stays in one moves in
-the next.
+A forest is a set of nodes whose induced subgraph has no cycle. While all other nodes stay fixed, dynamic programming finds the
+best options of a tree: from the leaves up, the least cost of each node's subtree by option; then from the root down. All trees
+are processed together, a level at a time. Every forest is drawn at random, so that the fixed nodes differ from sweep to sweep.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from scrimp.planner.solver.points import Numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """Of the nodes at one distance from their roots: themselves, their parents, and the edges to them, first those in which the
-    node is the edge's first end (so many), then the others."""
+    """Nodes at one depth, their parents, and the edges to them: first those in which the node is the edge's first end (so many),
+    then the others."""
 
     nodes: Numbers
     parents: Numbers
@@ -31,8 +30,8 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Forest:
-    """`tree`: of each node the number of its tree, -1 if it stays as it is. `levels`: from those next to the roots on.
-    `inner`, `outer`: edges out of a tree by their ends, ordered by the inner end; `side`: which end of the edge that is."""
+    """`tree`: of each node the number of its tree, -1 if it is fixed. `levels`: from the roots' children on. `inner`, `outer`:
+    edges out of a tree by their ends, ordered by the inner end; `side`: which end of the edge that is."""
 
     tree: Numbers
     nodes: Numbers
@@ -53,7 +52,7 @@ class Neighbours:
             self.around[two].append((one, k))
 
     def forest(self, rng: random.Random, free: Sequence[bool], most: int, depth: int) -> Forest:
-        """Trees of at most so many nodes and levels, of nodes that are free to change; grown from nodes drawn at random."""
+        """Trees of at most so many nodes and levels, grown from random free nodes."""
         around, count = self.around, len(self.around)
         seeds = list(range(count))
         rng.shuffle(seeds)
@@ -68,7 +67,7 @@ class Neighbours:
                 i = front[at]
                 at += 1
                 if touched[i] > (i != seed):
-                    continue  # it would close a circle, or join two trees
+                    continue  # it would close a cycle, or join two trees
                 tree[i], size = trees, size + 1
                 deeper = level[i] < depth
                 for j, k in around[i]:
@@ -96,7 +95,7 @@ class Neighbours:
         inside = tree[self.ends] >= 0
         edges = np.zeros(len(self.ends), bool)
         edges[up[rest]] = True
-        # An edge between two nodes of a forest is one of its tree: else there were a circle, or a tree beside a tree.
+        # An edge between two nodes of a forest is one of its tree: else there would be a cycle, or two trees would touch.
         out = np.flatnonzero(inside[:, 0] != inside[:, 1])
         side = inside[out, 1].astype(np.int64)
         inner, outer = self.ends[out, side], self.ends[out, 1 - side]
@@ -108,7 +107,7 @@ class Neighbours:
 
 
 def best_on(forest: Forest, unary: Numbers, pair: Numbers, choice: Numbers, most: float) -> Numbers:
-    """A choice in which every tree has its best options. What is forbidden costs `most`, infinite or not."""
+    """The choice in which every tree has its best options. A forbidden option costs `most`, infinite or not."""
     costs = unary.copy()
     if len(forest.edges):
         first = forest.side == 0
@@ -140,7 +139,7 @@ def best_on(forest: Forest, unary: Numbers, pair: Numbers, choice: Numbers, most
 
 
 def _add(costs: Numbers, places: Numbers, rows: Numbers, most: float) -> None:
-    """Rows to these places, which are in order."""
+    """Adds rows at these positions, which are sorted."""
     if most < np.inf:
         rows = np.minimum(rows, most)
     begins = np.flatnonzero(np.diff(places, prepend=-1))

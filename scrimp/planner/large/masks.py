@@ -1,11 +1,11 @@
-"""Which options are still possible, as bits: propagation over forbidden pairs, and a first choice without one.
+"""Feasible options as bit masks: propagation over forbidden pairs, and a first feasible choice.
 
-A node's domain is a whole number, bit p for option p. An edge is a table of bits: by option of one end, which options of the
-other it allows. Few tables differ, and the answers of each are remembered: a step of propagation is one look into a dict.
+A node's domain is an integer, bit p for option p. An edge is a table of masks: by option of one end, the options of the other
+that it allows. Few tables differ, and the results of each are cached: a step of propagation is one lookup in a dict.
 
-    propagate   an option that no option left at the other end of an edge allows is gone, and so on (arc consistency)
-    dive        nodes in the order of a walk through the graph take the option that looks best of those left, and the rest is
-                propagated; where nothing is left of a node, the last decision is undone and its option is gone
+    propagate   an option that no remaining option at the other end of an edge allows is removed, and so on (arc consistency)
+    dive        nodes in breadth-first order take the most promising remaining option, and the rest is propagated; where a node
+                has no option left, the last decision is undone and its option removed
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATIENCE = 12  # fails near one place, before more than the last decision is un
 
 
 class Support(dict[int, int]):
-    """By domain of one end: what it allows at the other."""
+    """By domain of one end: the options allowed at the other."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Masks:
         return copied
 
     def around(self, choice: Sequence[int], free: Sequence[int]) -> Masks:
-        """With the same edges: these nodes may take what they may here, all others stay as in `choice`, which is allowed."""
+        """With the same edges: these nodes keep their domains, all others are fixed as in `choice`, which is allowed."""
         inner = self.copy()
         inner.domains = [1 << p for p in choice]
         for i in free:
@@ -72,7 +72,8 @@ class Masks:
         return inner
 
     def propagate(self, changed: Iterable[int], trail: list[tuple[int, int]] | None = None) -> int | None:
-        """Of changed nodes. The node of which nothing is left, or None. `trail`: takes (node, domain before)."""
+        """Propagates from changed nodes. Returns the node without options left, or None. `trail`: collects (node, domain
+        before)."""
         domains, arcs, todo = self.domains, self.arcs, list(changed)
         while todo:
             i = todo.pop()
@@ -90,7 +91,7 @@ class Masks:
         return None
 
     def left(self, width: int) -> Numbers:
-        """What is possible, by node and option."""
+        """The remaining options, by node and option."""
         if width > 63:
             return np.array([[each >> p & 1 for p in range(width)] for each in self.domains], bool)
         return (np.array(self.domains, np.uint64)[:, None] >> np.arange(width, dtype=np.uint64) & np.uint64(1)).astype(bool)
@@ -101,11 +102,10 @@ class Masks:
         deadline: float,
         order: Sequence[int] | None = None,
     ) -> tuple[list[int] | None, bool]:
-        """`preferred`: each node's options, the best first; `order`: the nodes that are not decided yet. A choice, and whether it
-        has no forbidden pair: if none was found in time, what is left open is filled in somehow. None if it is proven that there
-        is none."""
+        """`preferred`: each node's options, the best first; `order`: the undecided nodes. Returns a choice, and whether it is
+        without forbidden pairs: if none was found in time, open nodes get any option. None if it is proven that there is none."""
         domains, rng, order = self.domains, random.Random(0), self._walk() if order is None else order
-        decisions: list[tuple[int, int, int, int]] = []  # place in the order, node, option, length of the trail before
+        decisions: list[tuple[int, int, int, int]] = []  # position in the order, node, option, length of the trail before
         trail: list[tuple[int, int]] = []
         place, furthest, fails, near, jump = 0, 0, 0, 0, 1
         while place < len(order):
@@ -126,7 +126,7 @@ class Masks:
                 if fails >= _FAILS or (not fails & 15 and time.monotonic() > deadline):
                     return self._filled(preferred), False
                 far = near >= _PATIENCE * jump
-                if far:  # begin anew further back, with other options
+                if far:  # restart further back, with other options
                     jump *= 2
                     del decisions[max(len(decisions) - jump, 0) + 1 :]
                 if not decisions:
@@ -137,7 +137,7 @@ class Masks:
                     domains[k] = before
                 if far:
                     break
-                # With the decisions before it as they are, this option is proven to lead nowhere.
+                # With the decisions before it fixed, this option is proven infeasible.
                 trail.append((j, domains[j]))
                 domains[j] &= ~(1 << q)
                 wiped = self.propagate((j,), trail) if domains[j] else j
@@ -151,7 +151,7 @@ class Masks:
         return decided
 
     def _walk(self) -> list[int]:
-        """Breadth first: what is near in the graph is near in the order."""
+        """Breadth-first order: neighbours in the graph are near in the order."""
         seen, order = bytearray(len(self.arcs)), []
         for start in range(len(self.arcs)):
             if seen[start]:

@@ -1,9 +1,8 @@
-"""Where a choice stays over its limit, a part of it is chosen anew: the step of the search when trees no longer help.
+"""Rebuilds a part of a choice that stays over its limit: the step of the search when trees no longer help.
 
-Trees move what has no circle. Where forbidden pairs tie nodes in circles, none of them can move alone. Then nodes that hold
-bytes where there are too many, and what is around them, are set free, and all others stay. A dive with propagation
-(`large/masks.py`) chooses the free ones anew, the leanest options first. The new choice has no forbidden pair either. It is
-taken if less is over the limit.
+The search on trees cannot move nodes that forbidden pairs tie in cycles. So nodes that hold bytes at points over the limit, and
+their neighbourhood, are freed, and all others stay fixed. A dive with propagation (`large/masks.py`) chooses the free ones again,
+options with the fewest bytes first. The new choice has no forbidden pair either. It is kept if less is over the limit.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from scrimp.planner.large.arrays import Arrays
 from scrimp.planner.large.masks import Masks
 from scrimp.planner.solver.points import Numbers
 
-_SIZES = (30, 100, 300, 1000, 3000)  # nodes that are set free
+_SIZES = (30, 100, 300, 1000, 3000)  # nodes that are freed
 
 
 def too_much(profile: Numbers, target: float) -> Numbers:
-    """By point, in parts of the target."""
+    """The excess by point, relative to the target."""
     return np.maximum(profile / max(target, 1.0) - 1.0, 0.0)
 
 
 def rebuilt(
     arrays: Arrays, masks: Masks, choice: Numbers, costs: Numbers, over: Numbers, rng: random.Random, deadline: float
 ) -> Numbers | None:
-    """`costs`: of each option, its bytes included; `over`: by point, what is too much. A choice to be looked at, or None."""
+    """`costs`: of each option, its bytes included; `over`: excess by point. Returns a candidate choice, or None."""
     spared = _spared(arrays, choice, over)
     hot = np.flatnonzero(spared > 0)
     if not len(hot):
@@ -45,7 +44,7 @@ def rebuilt(
 
 
 def _spared(arrays: Arrays, choice: Numbers, over: Numbers) -> Numbers:
-    """By node, what its leanest option would take away where there is too much."""
+    """By node, how much its smallest option would save at points over the limit."""
     upto = np.concatenate([[0.0], np.cumsum(over)])
     spared = np.zeros(arrays.count)
     nodes, pairs = arrays.node_holds, arrays.pair_holds
@@ -60,7 +59,7 @@ def _spared(arrays: Arrays, choice: Numbers, over: Numbers) -> Numbers:
 
 
 def _around(masks: Masks, seeds: Sequence[int], size: int) -> list[int]:
-    """Breadth first, from these nodes: so many that are not decided by themselves."""
+    """Breadth first from these nodes: so many that are undecided."""
     seen, front = set(seeds), list(seeds)
     found: list[int] = []
     while front and len(found) < size:

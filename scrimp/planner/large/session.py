@@ -1,12 +1,12 @@
-"""A session on a problem too large for the linear program: tens of thousands of nodes that are all different.
+"""A session on a problem too large for the linear program: tens of thousands of distinct nodes.
 
-    arrays      the problem as arrays, options that no choice can have left out, followers one with their leaders
+    arrays      the problem as arrays, without infeasible options, followers merged with their leaders
     (`large/contract.py`)
-    first       a choice without a forbidden pair, by propagation and a dive (`large/masks.py`), mended on trees if that failed
+    first       a choice without a forbidden pair, by propagation and a dive (`large/masks.py`), repaired on trees if that failed
     within      then, at prices for bytes, one within the limit
-    better      then better ones, until the time is up or nothing better comes (`large/descent.py`)
+    better      then better ones, until the time is up or it stops improving (`large/descent.py`)
 
-It answers as `Session` does. The bounds are those of every node and every edge by itself: weak, but proven.
+It has the interface of `Session`. The bounds are sums over single nodes and edges: weak, but proven.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from scrimp.planner.solver.points import Numbers
 from scrimp.planner.solver.problem import Problem
 
 NAME = "search on trees"
-LARGE = 10_000  # nodes from which on a problem is for this
-_DIVE = 0.25  # the part of the time that the dive may take
+LARGE = 10_000  # nodes from which on a problem is solved here
+_DIVE = 0.25  # share of the time for the dive
 _STEEP = 40.0
 _HARD, _SOFT, _HARDER = (
     10.0,
     1e-3,
     1.3,
-)  # the weight of the penalty over the seconds: for a choice at once, for a good one; its growth
-_INSIDE = 0.998  # of the limit: what the search for a choice within it aims at
-_LOWER = 0.99  # of the peak: what the search for a lower one aims at
-_BARRIER, _COOLER, _COOLEST = 0.03, 0.9, 1e-4  # the weight of the barrier over the seconds, at first and at last
+)  # weight of the penalty over the seconds: for a fast choice, for a good one; its growth
+_INSIDE = 0.998  # of the limit: target of the search for a choice within it
+_LOWER = 0.99  # of the peak: target of the search for a lower one
+_BARRIER, _COOLER, _COOLEST = 0.03, 0.9, 1e-4  # weight of the barrier over the seconds: first, factor per step, last
 _SHORT, _LONG, _STUCK = 6, 20, 60  # sweeps
-_FEWER, _VAIN = 0.2, 2  # a part less over the limit is progress; sweeps without it, before parts are chosen anew
-_REBUILDS, _REBUILDING = 8, 0.3  # so often, and seconds for one
+_FEWER, _VAIN = 0.2, 2  # a relative decrease of the excess that is progress; sweeps without it before parts are rebuilt
+_REBUILDS, _REBUILDING = 8, 0.3  # number of rebuilds, and seconds for one
 _PATIENCE = 40  # sweeps without a lower peak
-_BETTER = 1e-5  # what counts as better, relatively
-_CYCLES = 5  # how often in vain the limits are left out
+_BETTER = 1e-5  # relative improvement that counts
+_CYCLES = 5  # how often without success the limits are lifted
 
 
 def is_large(problem: Problem) -> bool:
@@ -55,22 +55,22 @@ def is_large(problem: Problem) -> bool:
 
 
 class Large:
-    """Choices that it is told of, and that it finds, are those of the whole problem; within, of its leaders."""
+    """Choices that it takes and returns are of the whole problem; inside, of the leaders."""
 
-    first_part = 1.0  # of the time, for a first choice: none is kept for another try
+    first_part = 1.0  # share of the time for a first choice: all of it
 
     def __init__(self, problem: Problem, progress: Progress | None = None) -> None:
         self.problem, self.solver, self.progress = problem, NAME, progress
         self.known: list[Numbers] = []
-        self.dived: Numbers | None = None  # what the dive found
-        self.judging = 0.0  # seconds that `evaluate` takes
+        self.dived: Numbers | None = None  # the dive's choice
+        self.evaluating = 0.0  # seconds that `evaluate` takes
         with _no_collection():
             whole = Arrays(problem)
             left = consistent(whole, [node.name for node in problem.nodes])
             self.contracted = contract(whole, left)
             self.arrays = self.contracted.arrays
             self.masks = Masks(np.isfinite(self.arrays.unary), self.arrays.ends, np.isfinite(self.arrays.pair))
-            # Followers that close a circle may leave nothing of their leader.
+            # Followers in a cycle may leave their leader without options.
             self.impossible = 0 in self.masks.domains or self.masks.propagate(range(self.arrays.count)) is not None
             if not self.impossible:
                 self.arrays.restrict(self.masks.left(self.arrays.width))
@@ -78,7 +78,7 @@ class Large:
                 self.floor = self._floor()
 
     def learn(self, choice: Sequence[int]) -> None:
-        """A choice of the whole problem that may be a good start."""
+        """Adds a choice of the whole problem as a warm start."""
         found = None if self.impossible else self.contracted.contracted(np.asarray(choice))
         if found is not None:
             self.descent.restart(found)
@@ -95,10 +95,10 @@ class Large:
             )  # fmt: skip
             return Found(choice=None, phase=phase, price=0.0, proven=True)
         with _no_collection():
-            return _Asked(self, objective, limit, held_limit, seconds, gap).result()
+            return _Solve(self, objective, limit, held_limit, seconds, gap).result()
 
     def first(self, deadline: float) -> Numbers | None:
-        """A choice without a forbidden pair that looks lean. None if there is none, or no time to find one."""
+        """A choice without a forbidden pair and with few bytes. None if there is none, or no time to find one."""
         a, holds = self.arrays, self.arrays.node_holds
         lean = np.zeros(a.unary.shape)
         if len(holds.owners):
@@ -117,7 +117,7 @@ class Large:
         return self.dived
 
     def _floor(self) -> dict[str, float]:
-        """What no choice is below."""
+        """The lower bounds of every objective."""
         a = self.arrays
         nodes, pairs = a.node_holds, a.pair_holds
         allowed = np.isfinite(a.unary)[nodes.owner]
@@ -131,12 +131,12 @@ class Large:
         return {
             PEAK: float(np.cumsum(change)[:-1].max()),
             HELD: float(least.sum() + least_pairs.sum()),
-            SECONDS: seconds * (1 - 1e-6),  # of sums in single precision
+            SECONDS: seconds * (1 - 1e-6),  # for sums in single precision
         }
 
 
-class _Asked:
-    """One objective. `best`: of the leaders; `value`: as the search counts it, until `evaluate` does at the end."""
+class _Solve:
+    """The search for one objective. `best`: of the leaders; `value`: in the search's precision, until `evaluate` checks it."""
 
     def __init__(self, session: Large, objective: str, limit: float, held_limit: float, seconds: float, gap: float) -> None:
         self.session, self.objective, self.limit, self.held_limit, self.gap = session, objective, limit, held_limit, gap
@@ -165,7 +165,7 @@ class _Asked:
         self.descent.be(QUICK)
         self.descent.restart(start)
         if not self.take() and self.best is None and not self.reach():
-            self.session.known.append(self.descent.choice.copy())  # the nearest, for who asks how far off it is
+            self.session.known.append(self.descent.choice.copy())  # the nearest, for an error message
             return self.found(proven=False)
         if not self.close_enough():
             {PEAK: self.lower, HELD: self.improve, SECONDS: self.improve}[self.objective]()
@@ -173,14 +173,14 @@ class _Asked:
 
     @property
     def deadline(self) -> float:
-        """With the time that it takes to judge what is found, three times, and to end a sweep."""
-        return self.end - 3 * self.session.judging - self.swept
+        """The end of the search, with time left for three evaluations of the result, and the end of a sweep."""
+        return self.end - 3 * self.session.evaluating - self.swept
 
     def over(self) -> float:
         return max(float(self.descent.profile.max()) - self.limit, 0.0) + max(self.descent.held - self.held_limit, 0.0)
 
     def take(self) -> bool:
-        """The better of what is known and the descent's choice, if that is within the limits."""
+        """Keeps the descent's choice as incumbent if it is within the limits and better."""
         descent = self.descent
         if self.over() > 0 or not math.isfinite(descent.seconds):
             return False
@@ -189,10 +189,10 @@ class _Asked:
             self.best, self.value = descent.choice, value
             if self.session.progress is not None:
                 self.session.progress(self.objective, value, min(self.bound, value))
-            if not self.session.judging:
+            if not self.session.evaluating:
                 begin = time.monotonic()
                 evaluate(self.session.problem, self.session.contracted.original(descent.choice).tolist())
-                self.session.judging = time.monotonic() - begin
+                self.session.evaluating = time.monotonic() - begin
         return True
 
     def sweep(self, penalty: Penalty) -> None:
@@ -204,12 +204,12 @@ class _Asked:
         return self.best is not None and self.value - self.bound <= self.gap * self.value
 
     def reach(self, part: float = _HARD, harder: float = _HARDER) -> bool:
-        """From a choice over a limit to one within, at prices that begin with this part of the seconds and grow."""
+        """From a choice over a limit to one within it, at prices that begin with this part of the seconds and grow."""
         descent, held_price, begin, swept = self.descent, self.held_price, part, 0
         target, least, idle = self.limit * _INSIDE, math.inf, 0
         while time.monotonic() < self.deadline and (self.best is None or swept < _STUCK):
             swept += 1
-            if swept % _STUCK == 0:  # it is stuck: away from here, and again
+            if swept % _STUCK == 0:  # it is stuck: sweep without limits, then restart the prices
                 part, held_price = begin, self.held_price
                 for _ in range(_SHORT):
                     self.sweep(Penalty(math.inf, weight=0.0))
@@ -229,7 +229,7 @@ class _Asked:
         return False
 
     def rebuild(self, penalty: Penalty) -> bool:
-        """Parts of the choice anew, where trees leave it over the limit. Whether less is over it now."""
+        """Rebuilds parts of the choice where trees leave it over the limit. Returns whether the excess fell."""
         descent, better = self.descent, False
         for _ in range(_REBUILDS):
             if time.monotonic() > self.deadline:
@@ -251,7 +251,7 @@ class _Asked:
         return better
 
     def lower(self) -> None:
-        """The peak."""
+        """Lowers the peak."""
         descent, idle = self.descent, 0
         weight = 10 * descent.seconds / self.session.arrays.points
         while idle < _PATIENCE and time.monotonic() < self.deadline and not self.close_enough():
@@ -262,8 +262,8 @@ class _Asked:
             idle = 0 if self.value < before * (1 - _BETTER) else idle + 1
 
     def improve(self) -> None:
-        """Seconds, or all held bytes, within the limits. From a choice that hurried to be within them small steps lead to no
-        good one. So the limits are left out for a while, and come back by prices that grow slowly; then it is polished."""
+        """Lowers the seconds, or all held bytes, within the limits. A choice that was rushed within them is a bad start for small
+        steps. So the limits are lifted for a while, and come back by prices that grow slowly; then the choice is polished."""
         if self.objective == HELD:
             self.held_price = 1e3 * self.descent.seconds / max(self.descent.held, 1.0)
         limited = self.limit < math.inf or self.held_limit < math.inf
@@ -290,7 +290,7 @@ class _Asked:
             self.price = float(Penalty(self.limit, weight=weight).prices(self.descent.profile).sum())
 
     def polish(self, part: float, sweeps: int) -> None:
-        """Within the limits, with a barrier that is lowered; on until nothing better comes for so many sweeps."""
+        """Improves within the limits, with a barrier that is lowered; until so many sweeps bring no improvement."""
         idle = 0
         while idle < sweeps and self.goes_on():
             before = self.value
@@ -304,14 +304,14 @@ class _Asked:
         return time.monotonic() < self.deadline and not self.close_enough()
 
     def found(self, *, proven: bool) -> Found:
-        """As `evaluate` judges."""
+        """The result, as `evaluate` counts it."""
         session, value, choice = self.session, math.inf, None
         if self.best is not None:
             choice = tuple(session.contracted.original(self.best).tolist())
-            judged = evaluate(session.problem, choice)
+            checked = evaluate(session.problem, choice)
             held = held_nbytes(session.problem, choice) if self.held_limit < math.inf or self.objective == HELD else 0
-            if judged.peak_nbytes <= self.limit and held <= self.held_limit and judged.seconds < math.inf:
-                value = {PEAK: judged.peak_nbytes, HELD: held, SECONDS: judged.seconds}[self.objective]
+            if checked.peak_nbytes <= self.limit and held <= self.held_limit and checked.seconds < math.inf:
+                value = {PEAK: checked.peak_nbytes, HELD: held, SECONDS: checked.seconds}[self.objective]
                 session.known.append(self.best)
             else:
                 choice = None
@@ -327,7 +327,7 @@ class _Asked:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the collector of cycles: it would look at the millions of objects of a large problem again and again."""
+    """Disables the cyclic garbage collector: it would scan the millions of objects of a large problem again and again."""
     before = gc.isenabled()
     gc.disable()
     try:

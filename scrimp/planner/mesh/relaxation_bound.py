@@ -1,9 +1,9 @@
-"""What no plan on a mesh can be below, whatever is looked at, and if every layer could choose for itself.
+"""A lower bound for every plan on a mesh, over all sharding options and with free per-layer choices.
 
-The problem is drawn up with all ways to split, but nothing is moved, and of each kind of what is at rest there is as little as
-can be: without edges it is small. Of a run of alike layers the last stands alone and all others together; only moments of layers
-that stand alone count, and the linear program is asked. So if layers chose each for itself, what they choose on average would
-be a solution: the bound is below that plan too.
+The relaxed problem has every sharding option but no resharding cost, and each kind of state at rest is sharded as far as
+possible. Without edges it is small. In a run of identical layers the last is a node of its own and all others choose together.
+Only points of layers on their own count. The bound is the value of the linear program. If each layer chose freely, the average of
+their choices would be a feasible point of that program: so the bound also holds for such plans.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scrimp.planner.solver.model import PEAK
 from scrimp.planner.solver.problem import Hold, Problem
 from scrimp.planner.solver.session import Session
 
-_ANY_GAP = 0.99  # the linear program's bound is what is wanted, not a solution
+_ANY_GAP = 0.99  # only the bound of the linear program is needed, not a solution
 _SECONDS = 20.0
 
 
@@ -30,8 +30,8 @@ def bound_on(
     on: OnMesh, precision: Precision, ways: Sequence[str], objective: str = PEAK, limit: int | None = None, *,
     deadline: Deadline | None = None,
 ) -> float:  # fmt: skip
-    """Bytes of the peak, or bytes held or seconds within the limit. Past the deadline the linear program is left out, and the
-    bound is lower."""
+    """A lower bound of the peak, of the bytes held, or of the seconds within the limit. Past the deadline it skips the linear
+    program, and the bound is weaker."""
     assembly = on.assembly(precision, ways, alone=True)
     points = sorted(point for part in assembly.parts if part.count == 1 for point in _points(part))
     problem = _at(assembly.sketch.problem(), points)
@@ -46,7 +46,7 @@ def _points(part: Part) -> list[int]:
 
 
 def _at(problem: Problem, points: Sequence[int]) -> Problem:
-    """With these points alone."""
+    """The problem restricted to these points."""
 
     def kept(hold: Hold) -> Hold | None:
         first, last = int(np.searchsorted(points, hold.first)), int(np.searchsorted(points, hold.last, "right")) - 1

@@ -1,14 +1,14 @@
-"""The best plan on one mesh. Where there are too many ways to split to look at all of them, it is found step by step.
+"""Finds the best plan on one mesh; in steps, where there are too many sharding options to search all of them at once.
 
-Each axis of a mesh splits one of six things or so: on two axes there are 36 ways for an operator, on three 216, and edges
-between operators have tables of all pairs. So a mesh of three axes is looked at as meshes of two first, two neighbouring axes
-being one: a plan on those is a plan on three, where both split the same. From there on, what differs in one axis from what has
-been chosen is looked at too, all of it at once, by the same integer program, until nothing better comes of it.
+Each axis of a mesh splits one of about six dims: on two axes an operator has 36 options, on three 216, and each edge between
+operators has a table of all pairs. So a mesh of three axes is first solved as meshes of two, with two neighbouring axes merged: a
+plan on those is a plan on three in which both axes split the same dim. Then the search adds, for all groups at once, the options
+that differ from the incumbent in one axis, and solves the same integer program, until it stops improving.
 
-That proves nothing, but what no plan can be below is known (`mesh/relaxation_bound.py`).
+This neighbourhood search proves nothing itself; the lower bound comes from `mesh/relaxation_bound.py`.
 
-Every search has the choices of known parallelisms as its first incumbents (`baselines/starts.py`). They are evaluated even if
-the deadline has passed; one of them is then the answer, if it is within the limit.
+Every search is warm-started from the baselines (`baselines/starts.py`). They are evaluated even if the deadline has passed; the
+best of them within the limit is then the result.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from scrimp.planner.solver.progress import in_words
 from scrimp.planner.solver.session import Session
 from scrimp.planner.solver.solve import MEMORY, REDUNDANCY, TIME, Solution, result
 
-MOST = 64  # ways to split an operator, all of which are looked at at once
-BETTER = 1e-3  # as a part, what is worth another look
-START_GAP = 0.05  # good enough to look on from
+MOST = 64  # sharding options of an operator up to which all are searched at once
+BETTER = 1e-3  # relative improvement worth another round
+START_GAP = 0.05  # optimality gap that is enough for a warm start
 _MEASURES = {MEMORY: PEAK, TIME: SECONDS, REDUNDANCY: HELD}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is wanted of a plan on any mesh."""
+    """The settings of a plan, independent of the mesh."""
 
     precision: Precision
     ways: Sequence[str]
@@ -55,9 +55,9 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """`on`: what is known of the mesh. `bound`: what the objective (bytes of the peak, bytes held, or seconds) cannot be below;
-    None: not asked for yet. `near`: not all ways to split were looked at, and `bound` is that of all of them, and of layers that
-    choose each for itself. `searched`: not so where only known parallelisms were compared."""
+    """The best plan found on a mesh. `bound`: lower bound of the objective (peak, bytes held, or seconds); None: not computed
+    yet. `near`: the search used a subset of the sharding options; `bound` then covers all options and free per-layer choices.
+    `searched`: False if only baselines were compared."""
 
     on: OnMesh
     assembly: Assembly
@@ -70,15 +70,15 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """By part and group: how it is split and what becomes of what it saves; how its weights are shared out."""
+    """By part and group: the sharding option and activation policy; the ZeRO levels of its weights."""
 
     splits: Mapping[tuple[int, int], tuple[Split, str]]
     levels: Mapping[tuple[int, int], tuple[int, ...]]
 
 
 def best_on(layers: Layers, cluster: Cluster, mesh: Mesh, request: Request) -> Best:
-    """If too little time is left to search: the best of the known parallelisms, or, if none is within the limit, a short
-    search. To draw up the whole problem takes a quarter to half as long as theirs."""
+    """Searches the mesh. With too little time left it returns the best baseline, or, if none is within the limit, runs a short
+    search. Building the whole problem takes a quarter to half as long as building the baselines'."""
     begin, on = time.monotonic(), OnMesh(layers, cluster, mesh)
     known = [*_known_on(on, request)]
     if known and request.deadline.left() <= (time.monotonic() - begin) / 4:
@@ -92,7 +92,7 @@ def best_on(layers: Layers, cluster: Cluster, mesh: Mesh, request: Request) -> B
     bound = bound_of(on, request, request.deadline.part(1 / 4))
     best: Best | None = None
     while True:
-        request.say(f"planning on the mesh {mesh}, near what has been found")
+        request.say(f"planning on the mesh {mesh}, near the best plan so far")
         found = _solved(on, request, near(on, starts, firsts), [*starts, *firsts], bound)
         if best is not None and not _better(found, best, request.objective):
             return best
@@ -103,7 +103,7 @@ def best_on(layers: Layers, cluster: Cluster, mesh: Mesh, request: Request) -> B
 
 
 def best_known_on(layers: Layers, cluster: Cluster, mesh: Mesh, request: Request) -> Best | None:
-    """Of known parallelisms alone, within the limit; None if there is none."""
+    """The best baseline within the limit; None if there is none."""
     return _least(_known_on(OnMesh(layers, cluster, mesh), request), request)
 
 
@@ -113,18 +113,18 @@ def _least(known: Iterable[Best], request: Request) -> Best | None:
 
 
 def bound_of(on: OnMesh, request: Request, deadline: Deadline) -> float:
-    """Of what is asked to be least, over all ways to split."""
+    """The lower bound of the objective over all sharding options."""
     return bound_on(on, request.precision, request.ways, _MEASURES[request.objective], request.limit_nbytes, deadline=deadline)
 
 
 def order(solution: Solution, objective: str) -> tuple[float, float]:
-    """The less, the better."""
+    """A sort key: less is better."""
     first = {MEMORY: solution.peak_nbytes, REDUNDANCY: solution.held_nbytes}.get(objective, solution.seconds)
     return first, solution.peak_nbytes if objective == TIME else solution.seconds
 
 
 def _known_on(on: OnMesh, request: Request) -> Iterator[Best]:
-    request.say(f"comparing known parallelisms on the mesh {on.mesh}")
+    request.say(f"comparing baselines on the mesh {on.mesh}")
     for one in Known(on, request.precision, request.ways).every():
         yield Best(
             on=on, assembly=one.assembly, problem=one.problem, solution=one.solution, bound=None, near=True, searched=False
@@ -132,7 +132,7 @@ def _known_on(on: OnMesh, request: Request) -> Iterator[Best]:
 
 
 def merged_meshes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
-    """Two neighbouring axes as one; and of each axis of the mesh, which one it is there."""
+    """Every mesh with two neighbouring axes merged; with it, for each axis of `mesh`, its axis in the merged mesh."""
     for k in range(len(mesh.axes) - 1):
         (name, one), (_, other) = mesh.axes[k : k + 2]
         merged = Mesh((*mesh.axes[:k], (name, one * other), *mesh.axes[k + 2 :]))
@@ -140,7 +140,8 @@ def merged_meshes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
 
 
 def near(on: OnMesh, starts: Sequence[Chosen], also: Sequence[Chosen] = ()) -> Looked:
-    """Of each group what some layer chose, and all that differs from that in one axis; of `also` what was chosen alone."""
+    """The options of each group that some layer chose in `starts`, and all that differ from those in one axis; plus the options
+    chosen in `also`."""
     graph, looked = on.layers.graph, []
     for k, groups in enumerate(on.every):
         mine = [j for j, part in enumerate(on.layers.parts) if graph.layers[part.first].graph == k]
@@ -157,7 +158,8 @@ def _around(ways: Sequence[Split], chosen: set[Split], also: set[Split]) -> tupl
 
 
 def _start(layers: Layers, cluster: Cluster, merged: Mesh, at: Sequence[int], request: Request) -> Chosen:
-    """What is best on a mesh of fewer axes, as a choice of the mesh itself; if nothing is within the limit, the least."""
+    """The best plan on a merged mesh, as choices on the mesh itself; if nothing is within the limit, the one with the least
+    peak."""
     request.say(f"planning on the mesh {merged}")
     soon = replace(request, deadline=request.deadline.part(1 / 4), gap=max(request.gap, START_GAP))
     try:
@@ -197,7 +199,7 @@ def _chosen(best: Best) -> Chosen:
 
 
 def _choice(assembly: Assembly, chosen: Chosen) -> tuple[int, ...]:
-    """As the problem's, which must have its splits."""
+    """The option indices in the problem, which must contain the splits."""
     found = [0] * len(assembly.sketch.nodes)
     for (k, g), node in assembly.nodes.items():
         split, way = chosen.splits[k, g]
@@ -210,6 +212,6 @@ def _choice(assembly: Assembly, chosen: Chosen) -> tuple[int, ...]:
 
 
 def _better(one: Best, other: Best, objective: str) -> bool:
-    """By enough to look on."""
+    """Whether it is better by enough for another round."""
     (a, a_then), (b, b_then) = order(one.solution, objective), order(other.solution, objective)
     return a < (1 - BETTER) * b or (objective != TIME and a <= b and a_then < (1 - BETTER) * b_then)

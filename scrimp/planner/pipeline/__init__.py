@@ -1,1 +1,1 @@
-"""Stages and micro-batches."""
+"""Pipeline stages and micro-batches: schedules, cuts, and the problem of each stage."""

@@ -1,8 +1,8 @@
-"""The problem of a device that has one piece of a model or several, and many micro-batches: sketches of pieces, put together.
+"""The problem of a device with one model chunk or several, and many micro-batches: joins the sketches of its chunks.
 
-Its moments are scenes (`pipeline/schedule.py`): a piece runs forward or backward, and so and so many micro-batches of each piece
-are in flight. All points of the piece's forward, or backward, are there once for each scene that no other makes needless;
-forward and backward of the same flights are one scene. Seconds of micro-batches count as often as there are micro-batches.
+Its points come from scenes (`pipeline/schedule.py`): one chunk runs forward or backward while a given number of micro-batches of
+each chunk is in flight. Every scene that no other dominates contributes all points of the chunk's forward or backward; a forward
+and a backward with the same micro-batches in flight share one scene. Seconds of a micro-batch count once for each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Key = tuple[int, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A scene's points in the whole: `begin` is that of the piece's point `first`."""
+    """The points of a scene in the joined problem: `begin` is the position of the chunk's point `first`."""
 
     piece: int
     flights: tuple[int, ...]
@@ -33,19 +33,19 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """`starts`: the first node of each piece."""
+    """The joined problem. `starts`: the first node of each chunk."""
 
     sketch: Sketch
     starts: tuple[int, ...]
     stretches: tuple[Stretch, ...]
 
     def choices(self, choice: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Of each piece its part."""
+        """Splits a choice into those of the chunks."""
         for start, stop in zip(self.starts, (*self.starts[1:], len(choice)), strict=True):
             yield tuple(choice[start:stop])
 
     def local(self, point: int) -> tuple[int, int]:
-        """The piece that runs at a point of the whole, and which of its points that is."""
+        """The chunk that runs at a point of the joined problem, and the point within that chunk."""
         for stretch in self.stretches:
             if stretch.begin <= point <= stretch.end:
                 return stretch.piece, stretch.first + point - stretch.begin
@@ -53,7 +53,7 @@ class Joined:
 
 
 def joined(pieces: Sequence[Sketch], turns: Sequence[int], scenes: Sequence[Scene], micro_batches: int) -> Joined:
-    """`turns`: of each piece the first point of its backward."""
+    """`turns`: the first backward point of each chunk."""
     stretches = [*_stretches(pieces, turns, scenes)]
     whole = Sketch([pieces[each.piece].where[k] for each in stretches for k in range(each.first, each.last + 1)])
     starts = []
@@ -98,7 +98,7 @@ def _place(whole: dict[Key, Numbers], holds: Mapping[Key, Numbers], piece: int, 
 
 
 def _spans(span: tuple[int, int], piece: int, stretches: list[Stretch]) -> Iterator[tuple[tuple[int, int], int]]:
-    """Where in the whole something of a piece is held, and how many of it."""
+    """The spans in the joined problem in which something of a chunk is held, and how often."""
     for stretch in stretches:
         runs = stretch.piece == piece
         if span == FLIGHT:

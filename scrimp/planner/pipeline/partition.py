@@ -1,12 +1,12 @@
-"""Where to cut a row of layers into stages, when a stage's value is dear to know and a bound on it is cheap.
+"""Cuts a sequence of layers into pipeline stages when a stage's value is expensive to compute and a lower bound is cheap.
 
     minimise   score(the largest value of a stage, the sum of a cost over stages)
 
-A dynamic programme over layers and stages, for each largest value that may be allowed: the least sum within it. It is asked with
-bounds in place of values; of the cut that it finds, the stage with the largest bound is looked at closely, and so on until
-all stages of the cut are known. As bounds are never above values, no other cut is better.
+A dynamic program over layers and stages finds, for each allowed largest value, the least sum. It runs on lower bounds instead of
+values. Of the cut it finds, the stage with the largest bound is solved exactly, and so on until all stages of the cut are exact.
+Bounds never exceed values, so no other cut is better.
 
-A stage that is known bounds those it is a part of: they have its value at least, and what their other layers have at least.
+A solved stage also bounds every stage that contains it: its value plus the lower bound of the additional layers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import numpy as np
 
 from scrimp.planner.build.builder import Numbers
 
-Cut = tuple[int, ...]  # where each stage begins, and where the last one ends
+Cut = tuple[int, ...]  # the first layer of each stage, then the end
 
 
 def best_cut(values: Numbers, costs: Numbers, score: Callable[[float, float], float] | None = None) -> tuple[Cut, float] | None:
-    """`values[s, i, j]` and `costs[s, i, j]`: of stage s with the layers from i to before j; infinite where it cannot be. Without
-    a score the largest value is least, then the sum of costs. With it, which must grow with both, the score is least."""
+    """The optimal cut. `values[s, i, j]` and `costs[s, i, j]`: of stage s with layers i to j - 1; infinite if infeasible. Without
+    a score it minimises the largest value, then the sum of costs. With a score, which must grow with both, it minimises the
+    score."""
     stages = len(values)
     allowed = np.unique(values[np.isfinite(values)])
     low, high = 0, len(allowed)
-    while low < high:  # the first largest value with which there is a cut
+    while low < high:  # bisects for the smallest feasible largest value
         middle = (low + high) // 2
         if _within(values, costs, allowed[middle]) is None:
             low = middle + 1
@@ -77,18 +78,18 @@ def _within(values: Numbers, costs: Numbers, largest: float) -> tuple[Cut, float
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a stage is made of, as far as its value goes: stages of one kind have one value. `setting`: all but the layers, which
-    are given by their classes."""
+    """What determines a stage's value: stages of one kind share it. `setting`: everything but the layers, which are given by
+    their classes."""
 
     setting: Hashable
     layers: str
-    weight: int  # of two alike but for this, the one with more has the larger value
+    weight: int  # of two kinds that differ in this alone, the larger weight has the larger value
 
 
 @dataclass(kw_only=True)
 class Search:
-    """`kind(s, i, j)`; `floor(s, i, j)`: a bound that needs no search, a sum over layers; `exact(s, i, j)`: a value, and what it
-    is above at least (they differ where its own search stopped early)."""
+    """`kind(s, i, j)`; `floor(s, i, j)`: a lower bound without a search, a sum over layers; `exact(s, i, j)`: the value and its
+    lower bound (they differ where the solver stopped early)."""
 
     layers: int
     stages: int
@@ -99,7 +100,7 @@ class Search:
     known: dict[Kind, tuple[float, float, float]] = field(default_factory=dict)  # value, bound, floor
 
     def run(self, *, gap: float = 0.0, deadline: float = inf) -> tuple[Cut | None, float, float]:
-        """The cut, its score, and what no cut is below. None if there is none."""
+        """The cut, its score, and a lower bound over all cuts. None if no cut is feasible."""
         best: tuple[Cut, float] | None = None
         while True:
             found = self._allowed(by_bound=True)
@@ -112,7 +113,7 @@ class Search:
             if best is not None and (best[1] - bound <= gap * best[1] or time.monotonic() > deadline):
                 return best[0], best[1], min(bound, best[1])
             unknown = [s for s in range(self.stages) if self.kind(s, cut[s], cut[s + 1]) not in self.known]
-            if not unknown:  # what is left is how well they are known
+            if not unknown:  # the remaining gap is that of the stages' own solves
                 assert best is not None
                 return best[0], best[1], min(bound, best[1])
             s = max(unknown, key=lambda s: self.floor(s, cut[s], cut[s + 1]))
@@ -133,7 +134,7 @@ class Search:
                 value = seen[kind, floor] = self._bound(kind, floor)
             if self.score is not None:
                 return value, value
-            # Of cuts that are as good, one that is known already, and whose stages are alike.
+            # Among equally good cuts, prefer one that is solved already and whose stages are identical.
             return value, (kind not in self.known) + 1e-3 * ((j - i) / self.layers) ** 2
 
         return best_cut(*tables(self.stages, self.layers, numbers), self.score)
@@ -149,7 +150,7 @@ class Search:
 
 
 def tables(stages: int, layers: int, of: Callable[[int, int, int], tuple[float, float]]) -> tuple[Numbers, Numbers]:
-    """Values and costs for `best_cut`; every stage has a layer at least."""
+    """Tables of values and costs for `best_cut`; every stage has at least one layer."""
     values, costs = (np.full((stages, layers + 1, layers + 1), inf) for _ in range(2))
     for s in range(stages):
         for i in [0] if s == 0 else range(s, layers):

@@ -1,4 +1,4 @@
-"""A plan with stages and micro-batches: from what was asked for to the `Plan` that says the schedule."""
+"""Plans pipeline stages and micro-batches: turns the arguments of `scrimp.plan` into a `Plan` with a schedule."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from scrimp.planner.solver.solve import Solution
 
 AUTO = "auto"
 _MOST_STAGES = 8
-_TIMES = (1, 2, 4)  # micro-batches, as often as there are stages
+_TIMES = (1, 2, 4)  # tries these multiples of the stages as micro-batches
 
 
 def staged_plan(
     assembly: Assembly, cluster: Cluster, links: tuple[Link, ...], *, optimizer: str, objective: str, limit: int,
     micro_batches: int, interleave: int, deadline: Deadline, gap: float, ways: Sequence[str], work: Seconds, say: Say,
 ) -> Plan:  # fmt: skip
-    """`assembly`: of all layers on the mesh of a stage, a micro-batch long; `links`: from stage to stage."""
+    """`assembly`: all layers on the mesh of a stage, with the batch of one micro-batch; `links`: from each stage to the next."""
     graph = assembly.graph
     by_class = {graph.layers[part.first].graph: part.model for part in assembly.parts}
     setup = Setup(
@@ -39,7 +39,7 @@ def staged_plan(
     if pieces > len(graph.layers):
         each = f" of {interleave} pieces each" if interleave > 1 else ""
         raise PlanError(
-            f"{len(links)} stages{each} of a model of {len(graph.layers)} layers: take fewer, a piece is a layer at least"
+            f"{len(links)} stages{each} of a model of {len(graph.layers)} layers: use fewer, a piece has at least one layer"
         )
     found = Planner(setup, objective, limit, deadline=deadline, gap=gap, say=say).run()
     stages = tuple(_planned_stage(setup, stage, solution) for stage, solution in zip(found.stages, found.solutions, strict=True))
@@ -84,12 +84,12 @@ def _received(stage: Stage, solution: Solution) -> Iterator[tuple[str, str]]:
 
 def _memory(setup: Setup, stage: Stage, solution: Solution) -> PlannedMemory:
     piece, point = stage.joined.local(solution.point)
-    assembly = stage.assemblies[piece]  # its own names: a stage may share its problem with one of other layers
+    assembly = stage.assemblies[piece]  # its own names: stages with identical layers share one problem
     return memory_at(stage.joined.sketch, setup.moves.mesh.size, solution, names_of_points(assembly.graph, assembly.parts)[point])
 
 
 def _layers(found: Staged) -> tuple[PlannedLayers, ...]:
-    """Of all stages, in the order of the model."""
+    """The layers of all stages, in model order."""
     every: list[PlannedLayers] = []
     for stage, solution in zip(found.stages, found.solutions, strict=True):
         for piece, assembly, choice in zip(stage.pieces, stage.assemblies, stage.joined.choices(solution.choice), strict=True):
@@ -99,7 +99,7 @@ def _layers(found: Staged) -> tuple[PlannedLayers, ...]:
 
 
 def _whole(found: Staged, work: Seconds) -> tuple[KeptWhole, ...]:
-    """Operators without a rule, of all stages; those of alike layers are told once."""
+    """Operators without a rule, of all stages; identical layers are reported once."""
     every: dict[str, KeptWhole] = {}
     for stage, solution in zip(found.stages, found.solutions, strict=True):
         for assembly, choice in zip(stage.assemblies, stage.joined.choices(solution.choice), strict=True):
@@ -115,13 +115,13 @@ def _whole(found: Staged, work: Seconds) -> tuple[KeptWhole, ...]:
 
 
 def schedules(stages: int | str, micro_batches: int | str, interleave: int, devices: int, batch: int) -> list[tuple[int, int]]:
-    """Stages and micro-batches to try."""
+    """The (stages, micro-batches) pairs to try."""
     for name, value in (("stages", stages), ("micro_batches", micro_batches), ("interleave", interleave)):
         number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not number and (value != AUTO or name == "interleave"):
             raise PlanError(f"{name}={value!r}: it is a number of 1 or more{'' if name == 'interleave' else f', or {AUTO!r}'}")
     if interleave > 1 and stages == 1:
-        raise PlanError(f"interleave={interleave}: pieces are interleaved over stages, and there is one; give stages")
+        raise PlanError(f"interleave={interleave}: interleaving needs more than one stage; give stages")
     powers = [2**k for k in range(_MOST_STAGES.bit_length()) if devices % 2**k == 0]
     tried = [stages] if isinstance(stages, int) else [each for each in powers if each > 1 or interleave == 1]
     found = []
@@ -137,12 +137,12 @@ def schedules(stages: int | str, micro_batches: int | str, interleave: int, devi
             near = {max(one for one in fitting if one < count), min((one for one in fitting if one > count), default=batch)}
             raise PlanError(
                 f"micro_batches={count}: the batch has {batch} rows, which {count} does not divide; "
-                f"take {' or '.join(map(str, sorted(near)))}"
+                f"use {' or '.join(map(str, sorted(near)))}"
             )
         if interleave > 1 and count % each:
             raise PlanError(
                 f"interleave={interleave}: {each} stages take turns with {each} micro-batches, and micro_batches={count} is no "
-                f"multiple of that; take {max(each, round(count / each) * each)}"
+                f"multiple of that; use {max(each, round(count / each) * each)}"
             )
     if not found:
         raise PlanError(f"stages={stages!r}, micro_batches={micro_batches!r}: nothing fits a batch of {batch} rows")

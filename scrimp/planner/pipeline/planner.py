@@ -1,13 +1,13 @@
-"""A model on stages: where it is cut, and how each stage is planned.
+"""Plans a model on pipeline stages: chooses the cut and solves each stage.
 
-    memory       the least peak of the worst stage; then every stage the fastest within that
+    memory       minimises the peak of the worst stage; then the time of every stage within that peak
     time         the cut whose busiest stage is fastest, and then the others, within the limit
-    redundancy   cut as for memory; then every stage with the fewest bytes held, and the gap is to that, with this cut
+    redundancy   cut as for memory; then minimises the bytes held by every stage, and the gap is to that, with this cut
 
-The cut is chosen by `pipeline/partition.py`: a stage's value is its integer program's, its bound what its weights, and what it
-saves of each micro-batch in flight, are at least over all its devices. Interleaved, a device's pieces are not one after the
-other: the cut is that of the least such bound for the worst piece, and then moved, a border at a time, as long as the worst
-device's peak falls.
+`pipeline/partition.py` chooses the cut. A stage's value is that of its integer program. Its lower bound is the bytes of its
+weights, and of the activations of each micro-batch in flight, evenly split over its devices. With interleaving a device's chunks
+are not adjacent: the cut then minimises that bound for the worst chunk, and a local search moves one border at a time as long as
+the worst device's peak falls.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from scrimp.planner.solver.model import PEAK, SECONDS
 from scrimp.planner.solver.solve import MEMORY, REDUNDANCY, TIME, Solution, result
 
 Say = Callable[[str], None]
-_MOVES = 12  # borders that are moved, at most, where pieces are interleaved
+_MOVES = 12  # most borders that the local search moves
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """`gap`: of the objective; `cut`: where each piece begins, and the end. `timing`: without what is done once in a step,
-    which `seconds` has."""
+    """`gap`: of the objective; `cut`: the first layer of each chunk, then the end. `timing`: without the work done once in a
+    step, which `seconds` includes."""
 
     stages: tuple[Stage, ...]
     solutions: tuple[Solution, ...]
@@ -71,10 +71,10 @@ class Planner:
             cut, gap = found, (value - bound) / value
         return self._answered(cut, gap)
 
-    # What a stage comes to.
+    # The value of a stage.
 
     def _stage(self, stage: int, cut: Cut) -> Stage:
-        """`cut`: of all pieces."""
+        """`cut`: of all chunks."""
         setup = self.setup
         mine = [self._piece(cut[k], cut[k + 1]) for k in range(stage, len(cut) - 1, setup.stages)]
         key = (tuple(each.kind for each in mine), setup.scenes[stage], self._links(stage))
@@ -94,13 +94,13 @@ class Planner:
         return self._pieces[first, stop]
 
     def _exact(self, s: int, i: int, j: int) -> tuple[float, float]:
-        # The other borders do not matter.
+        # Only this stage's borders matter.
         stage = self._stage(s, (*(0 for _ in range(s)), i, *(j for _ in range(self.setup.stages - s))))
         objective, limit = (SECONDS, float(self.limit)) if self.objective == TIME else (PEAK, inf)
         return stage.least(objective, limit, self._left(), self.gap)
 
     def _left(self) -> float:
-        """Seconds to solve a stage once."""
+        """Seconds for one solve of a stage."""
         return min(self.solve_seconds, self.deadline.left())
 
     def _kind(self, s: int, i: int, j: int) -> Kind:
@@ -115,11 +115,12 @@ class Planner:
         return nbytes
 
     def _steps(self, largest: float, total: float) -> float:
-        """Seconds of a step, of those of the busiest stage and of all of them: it works through, the others once each."""
+        """Seconds of a step from those of the busiest stage and of all stages: the busiest runs every micro-batch, the others add
+        one micro-batch each."""
         count = self.setup.micro_batches
         return ((count - 1) * largest + total) / count
 
-    # Interleaved.
+    # Interleaved pipelines.
 
     def _interleaved(self) -> tuple[Cut, float]:
         setup, memory = self.setup, self.objective != TIME
@@ -141,11 +142,11 @@ class Planner:
         return best, (value - bound) / value
 
     def _worst(self, cut: Cut) -> tuple[float, int, float]:
-        """The largest peak of a cut's stages, whose it is, and its bound."""
+        """The largest peak of a cut's stages, the stage that has it, and its lower bound."""
         peaks = [self._stage(s, cut).least(PEAK, inf, self._left(), self.gap) for s in range(self.setup.stages)]
         return max((value, s, bound) for s, (value, bound) in enumerate(peaks))
 
-    # The answer.
+    # The result.
 
     def _answered(self, cut: Cut, gap: float) -> Staged:
         setup = self.setup
@@ -154,7 +155,7 @@ class Planner:
         if self.objective == MEMORY:
             limit = min(limit, self._worst(cut)[0])
         objective = REDUNDANCY if self.objective == REDUNDANCY else TIME
-        self.say("planning the time of every stage")
+        self.say("minimising the time of every stage")
         solutions: dict[int, Solution] = {}
         for stage in stages:
             if id(stage.session) not in solutions:
@@ -182,13 +183,13 @@ class Planner:
         )
         return FitError(
             f"{self.setup.stages} stages of {self.setup.moves.mesh.size} devices and {self.setup.micro_batches} micro-batches: "
-            f"{peak}the budget is {format_nbytes(self.limit)} a device{'' if peak else ', and no cut keeps to it'}; "
+            f"{peak}the budget is {format_nbytes(self.limit)} a device{'' if peak else ', and no cut fits'}; "
             "give more devices, more micro-batches, or a smaller batch"
         )
 
 
 def _moved(cut: Cut, worst: int, stages: int) -> list[Cut]:
-    """With a layer less in one of the worst stage's pieces."""
+    """The cuts with one layer less in a chunk of the worst stage."""
     found = []
     for k in range(worst, len(cut) - 1, stages):
         if cut[k + 1] - cut[k] > 1:

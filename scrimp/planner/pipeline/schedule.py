@@ -1,16 +1,17 @@
-"""Who runs which micro-batch when: one forward, one backward; interleaved where a device has several pieces of the model.
+"""The 1F1B pipeline schedule; interleaved where a device has several model chunks (pieces).
 
-A model is cut into pieces; stage s of S (some devices) has the pieces s, S + s, 2 S + s and so on, `interleave` of them. It first
-runs some forwards ("warm-up"), then a forward and a backward by turns, then the backwards that are left. With one piece each the
-warm-up is S - s - 1 micro-batches; with v it is 2 (S - s - 1) + (v - 1) S of a piece each, in rounds of S micro-batches a piece.
+The model is cut into pieces; stage s of S (a set of devices) has the pieces s, S + s, 2 S + s and so on, `interleave` of them. It
+first runs some forwards ("warm-up"), then alternates one forward and one backward, then runs the remaining backwards. With one
+piece per stage the warm-up is S - s - 1 micro-batches; with v pieces it is 2 (S - s - 1) + (v - 1) S forwards of one piece, in
+rounds of S micro-batches a piece.
 
-Between pieces there is one buffer to land in, each way, and one to send from:
+Between pieces there is one receive buffer and one send buffer per direction:
 
-    a task starts      after the one before it on its device, after its input has landed, and after what the same piece sent last
-                       in that direction has landed
-    a transfer starts  after the task that makes it, and after the one before it was taken from the buffer it lands in
+    a task starts      after the task before it on its device, after its input has arrived, and after the last tensor that the
+                       same piece sent in that direction has arrived
+    a transfer starts  after the task that makes it, and after the tensor before it left the receive buffer
 
-With that, memory is known without the clock, and the clock is a longest path: `simulate`.
+So memory does not depend on the clock, and the step time is a longest path: `simulate`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The forward or the backward of a micro-batch through a piece."""
+    """The forward or the backward of one micro-batch through one piece."""
 
     piece: int
     micro: int
@@ -30,8 +31,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """A piece of a device runs forward, or backward, while of each of the device's pieces so many micro-batches are in flight,
-    that which runs among them. Pieces are counted on the device, from 0."""
+    """A memory state of a device: one of its pieces runs forward or backward, while `flights` micro-batches of each of its pieces
+    are in flight, the running one included. Pieces are numbered on the device, from 0."""
 
     piece: int
     backward: bool
@@ -40,8 +41,8 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds of a piece for a micro-batch, and of what comes to it: the input from the piece before it, the gradient from the
-    piece behind it."""
+    """Seconds of a piece for one micro-batch, and of its transfers: the input from the piece before it, the gradient from the
+    piece after it."""
 
     forward: float
     backward: float
@@ -51,8 +52,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """`seconds`: until the last backward is done; `ends`: of every stage; `bubble`: the share of it in which a device waits, on
-    average."""
+    """`seconds`: until the last backward ends; `ends`: of every stage; `bubble`: mean share of it in which a device is idle."""
 
     seconds: float
     ends: tuple[float, ...]
@@ -60,7 +60,7 @@ class Timing:
 
 
 def tasks(stage: int, stages: int, micro_batches: int, interleave: int = 1) -> tuple[Task, ...]:
-    """All tasks of a stage, in order."""
+    """All tasks of a stage, in the order in which it runs them."""
     count = micro_batches * interleave
     warm_up = stages - stage - 1 if interleave == 1 else 2 * (stages - stage - 1) + (interleave - 1) * stages
     warm_up = min(warm_up, count)
@@ -78,7 +78,7 @@ def tasks(stage: int, stages: int, micro_batches: int, interleave: int = 1) -> t
 
 
 def scenes(order: Sequence[Task], stages: int) -> tuple[Scene, ...]:
-    """What can be in flight while a piece runs; without what another scene has as well, and more."""
+    """The memory states of a stage; a state dominated by another one is left out."""
     pieces = sorted({task.piece // stages for task in order})
     flights = [0] * len(pieces)
     found: dict[tuple[int, bool], list[tuple[int, ...]]] = {}
@@ -99,7 +99,7 @@ def _within(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def simulate(pieces: Sequence[Work], stages: int, micro_batches: int) -> Timing:
-    """`pieces` in the order of the model; their number is a multiple of the stages."""
+    """Simulates the schedule. `pieces`: in model order; their number is a multiple of the stages."""
     interleave = len(pieces) // stages
     clock = _Clock(pieces)
     left = [iter(tasks(stage, stages, micro_batches, interleave)) for stage in range(stages)]
@@ -113,7 +113,7 @@ def simulate(pieces: Sequence[Work], stages: int, micro_batches: int) -> Timing:
                 ends[stage] = clock.run(task, start)
                 busy[stage] += ends[stage] - start
                 heads[stage], moved = next(left[stage], None), True
-        assert moved, "a schedule in which all wait for each other"
+        assert moved, "the schedule deadlocks"
     total = max(ends)
     return Timing(seconds=total, ends=tuple(ends), bubble=1 - sum(busy) / (stages * total) if total > 0 else 0.0)
 
@@ -131,7 +131,7 @@ class _Clock:
         return self.ended[task]
 
     def ready(self, task: Task) -> float | None:
-        """When it can start at the earliest; None while that is not known."""
+        """The earliest start; None while its inputs are not scheduled."""
         times = [*self._conditions(task)]
         return None if None in times else max(time for time in times if time is not None)
 
@@ -139,13 +139,13 @@ class _Clock:
         yield 0.0
         if task.backward:
             yield self.ended.get(Task(piece=task.piece, micro=task.micro, backward=False))
-        yield self._landed(task)
+        yield self._arrival(task)
         behind = task.piece + (-1 if task.backward else 1)
         if task.micro and 0 <= behind < len(self.pieces):
-            yield self._landed(Task(piece=behind, micro=task.micro - 1, backward=task.backward))
+            yield self._arrival(Task(piece=behind, micro=task.micro - 1, backward=task.backward))
 
-    def _landed(self, task: Task) -> float | None:
-        """When a task's input is there."""
+    def _arrival(self, task: Task) -> float | None:
+        """When the task's input arrives."""
         ahead = task.piece + (1 if task.backward else -1)
         if not 0 <= ahead < len(self.pieces):
             return 0.0

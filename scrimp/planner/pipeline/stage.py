@@ -1,4 +1,4 @@
-"""One stage of a model: what its devices have, as a problem; and what it must come to at least."""
+"""One pipeline stage: the problem of one of its devices, and cheap lower bounds for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scrimp.planner.solver.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all stages have in common. `models`: of each class of layers; `links`: from each stage to the next, the last to the
+    """What all stages share. `models`: one per class of layers; `links`: from each stage to the next, from the last to the
     first."""
 
     graph: Graph
@@ -51,7 +51,7 @@ class Setup:
         return tuple(scenes(order, self.stages) for order in every)
 
     def flights(self, index: int) -> int:
-        """Of a piece, the most that are in flight at once."""
+        """The most micro-batches of a piece in flight at once."""
         return max(scene.flights[index // self.stages] for scene in self.scenes[index % self.stages])
 
 
@@ -69,7 +69,7 @@ class Stage:
         self._least: dict[tuple[str, float], tuple[float, float]] = {}
 
     def elsewhere(self, stage: int, pieces: Sequence[Piece]) -> Stage:
-        """The same problem for other layers, that are alike."""
+        """The same problem for other, identical layers."""
         made = copy.copy(self)
         made.stage, made.pieces, made.assemblies = stage, tuple(pieces), [*map(copy.copy, self.assemblies)]
         for assembly, each in zip(made.assemblies, pieces, strict=True):
@@ -77,7 +77,7 @@ class Stage:
         return made
 
     def least(self, objective: str, limit: float, seconds: float, gap: float) -> tuple[float, float]:
-        """The peak, or the seconds within a limit, and a bound on it."""
+        """The least peak, or the least seconds within a limit, and a lower bound of it."""
         if (objective, limit) not in self._least:
             found = self.session.minimise(objective, limit=limit, seconds=seconds, gap=gap).phase
             self._least[objective, limit] = found.value, found.bound
@@ -112,8 +112,8 @@ def _assembly(setup: Setup, stage: int, each: Piece) -> Assembly:
 
 
 class Floors:
-    """What layers have at least on a device, as sums from the first layer on: `fixed` bytes, bytes `saved` of a micro-batch, and
-    seconds of `work`."""
+    """Lower bounds per device, as prefix sums over layers: `fixed` bytes, bytes `saved` per micro-batch, and seconds of
+    `work`."""
 
     def __init__(self, setup: Setup) -> None:
         devices, layers = setup.moves.mesh.size, range(len(setup.graph.layers))
@@ -130,7 +130,7 @@ class Floors:
 
 
 def _weights_nbytes(setup: Setup, k: int, seen: set[str]) -> int:
-    """What is tied counts with the first layer that has it."""
+    """A tied weight counts with the first layer that uses it."""
     layer, numbers = setup.graph.layers[k], setup.precision
     model, named = setup.models[layer.graph], dict(layer.parameters)
     trained = {name for name, _ in model.graph.gradients}
@@ -143,7 +143,7 @@ def _weights_nbytes(setup: Setup, k: int, seen: set[str]) -> int:
 
 
 def _saved_nbytes(setup: Setup, k: int) -> int:
-    """Where everything is kept; where it need not be it may be nothing."""
+    """Zero unless every activation must be kept."""
     if {*setup.ways} != {KEEP}:
         return 0
     model = setup.models[setup.graph.layers[k].graph]

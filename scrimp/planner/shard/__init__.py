@@ -1,1 +1,1 @@
-"""What a group of operators can choose on a mesh."""
+"""The sharding options of operator groups on a mesh."""

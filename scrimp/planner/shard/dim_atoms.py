@@ -1,8 +1,8 @@
-"""Dims of many operators as products of the same atoms.
+"""Factors the dims of many operators into shared atoms.
 
-Two operators that share a tensor see the same dims, but may cut them up differently: one has 192, the other 3 x 64. Every dim
-is a list of factors, major first; `unify` makes two lists one, cutting factors up where that is needed. What cannot be made one
-(4 x 3 and 3 x 4) must not be split at all.
+Two operators that share a tensor see the same dims, but may factor them differently: one has 192, the other 3 x 64. Every dim is
+a list of factors, major first; `unify` equates two lists, splitting factors where needed. Dims without a common factoring (4 x 3
+and 3 x 4) must not be sharded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 class Atoms:
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        self._parts: list[tuple[int, ...]] = []  # what it was cut into; nothing: it is an atom
-        self._same: list[int] = []  # another one that it has been found to be, or itself
+        self._parts: list[tuple[int, ...]] = []  # the factors it was split into; empty: it is an atom
+        self._same: list[int] = []  # the atom it was equated with, or itself
         self._whole: list[bool] = []
 
     def new(self, size: int, *, whole: bool = False) -> int:
@@ -28,11 +28,11 @@ class Atoms:
         return self._sizes[self._find(atom)]
 
     def whole(self, atom: int) -> bool:
-        """It must not be split."""
+        """Whether it must not be sharded."""
         return self._whole[self._find(atom)]
 
     def of(self, factors: Iterable[int]) -> tuple[int, ...]:
-        """What the product of some factors is made of by now, major first; sizes of 1 are nothing."""
+        """The current atoms of a product of factors, major first; sizes of 1 have none."""
         found: list[int] = []
         for factor in factors:
             factor = self._find(factor)
@@ -47,7 +47,7 @@ class Atoms:
             self._whole[atom] = True
 
     def unify(self, one: Sequence[int], other: Sequence[int]) -> None:
-        """Both are the same dim."""
+        """Equates two factorings of one dim."""
         while True:
             a, b = self.of(one), self.of(other)
             at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)

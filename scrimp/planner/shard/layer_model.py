@@ -1,4 +1,4 @@
-"""One class of layers, ready to be planned: who makes each tensor, who needs it and when, and what its groups can choose."""
+"""One class of layers, prepared for planning: makers and users of each tensor, lifetimes, and sharding options of its groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from scrimp.planner.shard.op_groups import Group, groups_of
 from scrimp.planner.shard.options import Option
 from scrimp.rules import Rule
 
-Span = tuple[int, int]  # the first and the last of some operators, by index
+Span = tuple[int, int]  # first and last operator, by index
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What a group needs of another's, and when: in the forward, in the backward."""
+    """One group's use of another group's value: operators in the forward, and in the backward."""
 
     group: int
     forward: Span | None
@@ -29,8 +29,8 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerModel:
-    """`makers`: the group of each value that is made here. `uses`: by value, of other groups than its maker's. `lives`: of each
-    storage that is made here, from the operator that makes it to the last that reads it or a view of it; `reads`: all that do."""
+    """`makers`: the group that makes each value. `uses`: by value, of groups other than its maker. `lives`: of each storage made
+    here, from the operator that makes it to the last that reads it or a view of it; `reads`: all that read it."""
 
     graph: LayerGraph
     groups: tuple[Group, ...]
@@ -52,7 +52,7 @@ class LayerModel:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Parameters that are used here."""
+        """Parameters used here."""
         return tuple(value.name for value in self.graph.values if value.kind == PARAMETER and value.name in self.uses)
 
 

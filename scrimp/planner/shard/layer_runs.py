@@ -1,9 +1,10 @@
-"""The layers of a model as few as can be: a run of alike layers becomes groups of 12, 6, 3, 2 and 1 that choose together.
+"""Groups a run of identical layers into parts of 12, 6, 3, 2 and 1 layers; the layers of a part choose together.
 
-With groups whose sizes halve, any number of a run's layers can choose one thing and the rest another, and there are as many
-choices as the logarithm of its length. The last group is a single layer: its points are the run's worst, for all the others'
-activations are there. Points are moments: one for each operator of each group's last layer, the forward's in order, then the
-backward's, in the order of the groups turned round; before the backward of each one more, when what was not kept is made again.
+With halving sizes, any number of a run's layers can choose one option and the rest another, and the number of choices is the
+logarithm of the run's length. The last part is a single layer: its points are the run's worst, because the activations of all
+other layers are held then. Points are schedule steps: one for each operator of each part's last layer, first the forward's in
+order, then the backward's with the parts in reverse order. Before the backward of each part comes one more point, for its
+recompute.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scrimp.planner.shard.layer_model import LayerModel
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """`count` layers from `first` on, that choose together. `forward` and `backward`: the first points of its operators."""
+    """`count` layers from `first` on that choose together. `forward` and `backward`: the first points of its operators."""
 
     model: LayerModel
     first: int
@@ -35,7 +36,7 @@ class Part:
 
     @property
     def again(self) -> int:
-        """The moment before its backward."""
+        """The point before its backward, at which its forward is recomputed."""
         return self.backward - 1
 
     @property
@@ -45,18 +46,18 @@ class Part:
 
 
 def names_of_points(graph: Graph, parts: Sequence[Part]) -> tuple[str, ...]:
-    """The layer that is looked at then, and what runs in it."""
+    """The layer and the operator at each point, as text."""
     names: dict[int, str] = {}
     for part in parts:
         path = graph.layers[part.last].path or "the model"
-        names[part.again] = f"{path}, its forward run again"
+        names[part.again] = f"{path}, its forward recomputed"
         for index, op in enumerate(part.model.graph.ops):
             names[part.point(index)] = f"{path}, {op.target}{', backward' if op.backward else ''}"
     return tuple(names[point] for point in range(len(names)))
 
 
 def halves(length: int) -> tuple[int, ...]:
-    """Sizes of groups: 24 is 12, 6, 3, 2, 1."""
+    """Sizes of the parts: 24 is 12, 6, 3, 2, 1."""
     sizes = []
     while length > 1:
         sizes.append(length // 2)
@@ -65,7 +66,7 @@ def halves(length: int) -> tuple[int, ...]:
 
 
 def parts_of(graph: Graph, models: Sequence[LayerModel], *, together: bool = False) -> tuple[Part, ...]:
-    """`together`: all layers of a run but its last choose as one, which is the least that can be asked of a bound."""
+    """`together`: all layers of a run but its last choose as one, which is enough for a lower bound."""
     groups: list[tuple[int, int]] = []  # the first layer, and how many
     layer = 0
     while layer < len(graph.layers):

@@ -1,9 +1,9 @@
-"""Operators that are split alike, as one choice.
+"""Groups operators that are sharded alike, so that each group is one choice.
 
-An operator of the forward and those that autograd made of it have the same factors, and are split the same way: that is what
-tensor, data and sequence parallelism have in common. Operators that only follow join the one that makes their input: views, casts
-and element-wise operators, unless what they get may be a part of a sum, which can be completed in more than one way. What
-is left is few choices a layer: products, norms, attention, additions of two branches, the loss.
+A forward operator and the backward operators that autograd made of it have the same factors, and are sharded the same way. That
+is what tensor, data and sequence parallelism have in common. Views, casts and element-wise operators join the group that makes
+their input, unless that input may be a partial sum, which can be reduced in more than one way. A few choices a layer remain:
+matmuls, norms, attention, additions of two branches, the loss.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Dims = tuple[tuple[int, ...], ...]  # of each dim its atoms, by index in the gro
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """An operator in its group: dims of its tensors in the group's atoms; those that are summed over; what members tell each
-    other inside of it, as (atom, atoms of the tensor that travels, bytes of an element, times). `ruled`: it has a rule."""
+    """An operator in its group: dims of its tensors in the group's atoms; the atoms it sums over; communication inside the
+    operator, as (atom, atoms of the tensor sent, bytes of an element, times). `ruled`: it has a sharding rule."""
 
     op: int
     inputs: tuple[Dims, ...]
@@ -35,14 +35,14 @@ class Member:
 
     @property
     def atoms(self) -> frozenset[int]:
-        """All that its work is made of."""
+        """All atoms of its work."""
         return frozenset(atom for dims in (*self.inputs, *self.outputs) if dims is not None for dim in dims for atom in dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """`sizes` of its atoms, and which of them `may_split`. `ranges`: atoms, major first, of which a device must hold a range,
-    because its operators reckon with where that begins: rows of a table that is looked up, classes of a loss."""
+    """`sizes` of its atoms, and which of them `may_split`. `ranges`: atoms, major first, of which a device must hold a contiguous
+    range, because an operator needs its start: rows of an embedding table, classes of a loss."""
 
     name: str
     members: tuple[Member, ...]
@@ -51,8 +51,8 @@ class Group:
     ranges: tuple[tuple[int, ...], ...] = ()
 
     def keeps_ranges(self, devices: Mapping[int, int]) -> bool:
-        """Whether all that must be a range is one, if atoms are split over so many devices. Of 4 x 8 rows, those with the
-        same place in every eight are none: an atom may be split if the ones before it are split up to the last."""
+        """Whether all `ranges` stay contiguous, if atoms are split over so many devices. Of 4 x 8 rows, those at the same place
+        in every eight are not contiguous: an atom may be split only if the ones before it are split completely."""
         for atoms in self.ranges:
             split = [atom for atom in atoms if devices.get(atom, 1) > 1]
             before = atoms[: atoms.index(split[-1])] if split else ()
@@ -62,13 +62,14 @@ class Group:
 
 
 def groups_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> tuple[Group, ...]:
-    """In the order of their first operators. `rules`: by operator's name; one without a rule is kept whole."""
+    """The groups, in the order of their first operators. `rules`: by operator name; an operator without a rule stays
+    unsharded."""
     values = {value.name: value for value in graph.values}
     of_op = [rules[op.name] or kept_whole(op, values) for op in graph.ops]
     found: dict[int, list[int]] = {}
     for index, leader in enumerate(_leaders(graph, of_op)):
         found.setdefault(leader, []).append(index)
-    known: dict[str, list[list[int]]] = {}  # of values so far, the sizes of what their dims are made of
+    known: dict[str, list[list[int]]] = {}  # of values so far, the factor sizes of their dims
     groups = (_group(graph, members, of_op, known) for members in found.values())
     return tuple(replace(group, members=tuple(_marked(graph, rules, group))) for group in groups)
 
@@ -90,12 +91,12 @@ def kept_whole(op: Op, values: Mapping[str, Value]) -> Rule:
 
 
 def follows(rule: Rule) -> bool:
-    """It passes on what it gets, parts of a sum included: a view, a cast."""
+    """Whether the operator passes on its input, partial sums included: a view, a cast."""
     return len(rule.inputs) == 1 and frozenset({0}) in rule.linear and all(factor.kind == FREE for factor in rule.factors)
 
 
 def _leaders(graph: LayerGraph, rules: Sequence[Rule]) -> list[int]:
-    """Of each operator the first one of its group."""
+    """The first operator of each operator's group."""
     leader = list(range(len(graph.ops)))
 
     def find(index: int) -> int:
@@ -111,7 +112,7 @@ def _leaders(graph: LayerGraph, rules: Sequence[Rule]) -> list[int]:
     of_cell: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         join(index, of_cell.setdefault(op.cell, index))
-    summed: set[str] = set()  # values that may be parts of a sum
+    summed: set[str] = set()  # values that may be partial sums
     users: dict[str, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for name in op.inputs:
@@ -121,10 +122,10 @@ def _leaders(graph: LayerGraph, rules: Sequence[Rule]) -> list[int]:
         if any(factor.kind == SUM for factor in rule.factors) or (follows(rule) and summed & {*op.inputs}):
             summed |= {name for name in op.outputs if name is not None}
         if op.backward:
-            continue  # it is where its forward is
+            continue  # it is in the group of its forward
         sources = [made[name] for name in op.inputs if name in made]
         if not sources:
-            # A view of a weight is its user's affair, as is what is made of nothing.
+            # A view of a weight joins its user, as does a value without inputs.
             behind = [
                 user for name in op.outputs if name is not None for user in users.get(name, []) if not graph.ops[user].backward
             ]
@@ -141,13 +142,13 @@ def _leaders(graph: LayerGraph, rules: Sequence[Rule]) -> list[int]:
 
 
 def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], known: dict[str, list[list[int]]]) -> Group:
-    """`known`: a product of rows that come from elsewhere as batch times sequence is cut like that here too."""
+    """`known`: rows that elsewhere are factored as batch times sequence are factored so here too."""
     atoms, seen = Atoms(), {}  # type: ignore[var-annotated]
     own = {index: [atoms.new(factor.size, whole=factor.kind == WHOLE) for factor in rules[index].factors] for index in indices}
 
     def see(name: str, dims: Sequence[Sequence[int]]) -> None:
         for one, other in zip(seen.setdefault(name, dims), dims, strict=True):
-            if one and other:  # a dim of 1 is nobody's
+            if one and other:  # a dim of 1 has no atoms
                 atoms.unify(one, other)
 
     for index in indices:
@@ -163,7 +164,7 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
     for one, other in _mirrored(graph, indices):
         here = {atom for dim in seen[other] for atom in atoms.of(dim)}
         ahead = {atom for k in indices if not graph.ops[k].backward for atom in atoms.of(own[k])}
-        if not here & ahead:  # nothing has said yet how they are to be split
+        if not here & ahead:  # no earlier member has factored them
             see(other, seen[one])
     for name, dims in seen.items():
         for dim, cuts in zip(dims, known.get(name, ()), strict=False):
@@ -209,21 +210,21 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
 
 
 def _twice(dims: Dims | None) -> Iterator[int]:
-    """Atoms that a tensor has in two dims, as a table of all pairs of one row of numbers has: no axis can split both."""
+    """Atoms that a tensor has in two dims, as a table of all pairs of positions has: no axis can split both."""
     every = [atom for dim in dims or () for atom in dim]
     return (atom for atom in every if every.count(atom) > 1)
 
 
 def _nests(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Cut further, both can be made the same: where one of them is cut, the parts before it divide the other's there."""
+    """Whether the two factorings have a common refinement: at each cut of one, the parts before it divide the other's there."""
     edges = [[*accumulate(sizes, mul)] for sizes in (one, other)]
     every = sorted({*edges[0], *edges[1]})
     return edges[0][-1:] == edges[1][-1:] and all(b % a == 0 for a, b in pairwise(every))
 
 
 def _mirrored(graph: LayerGraph, indices: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Of each cell the tensors of the forward, and those of the backward that look like their gradients: what an operator
-    gives and what its backward gets, and the other way round, where shapes are the same."""
+    """Pairs of forward tensors and backward tensors of the same shape that look like their gradients: an operator's output and
+    its backward's input, and vice versa."""
     shapes = {value.name: value.shape for value in graph.values}
     cells: dict[int, list[int]] = {}
     for index in indices:
@@ -242,5 +243,5 @@ def _mirrored(graph: LayerGraph, indices: Sequence[int]) -> Iterator[tuple[str, 
 
 
 def _heaviest(graph: LayerGraph, indices: Sequence[int]) -> int:
-    """The one that a group is named after: most work, in the forward if it has any."""
+    """The operator that names a group: the one with the most work, in the forward if it has any."""
     return max(indices, key=lambda index: (not graph.ops[index].backward, graph.ops[index].flops, -index))

@@ -1,7 +1,7 @@
-"""What a group of operators can choose: for each axis of the mesh the atom that it splits, or none.
+"""The sharding options of an operator group: for each mesh axis the atom that it splits, or none.
 
-A choice says where every tensor is: as the group makes it, and as the group needs what others make. Where one of its operators
-needs the whole of what another left as parts of a sum, the sum is completed inside of the group, at the price of an all-reduce.
+An option fixes the placement of every tensor: of those the group makes, and of those it needs from others. Where one of its
+operators needs the full value of another's partial sum, the group all-reduces it, and the option has that cost.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from scrimp.planner.shard.op_groups import Dims, Group, Member
 from scrimp.planner.shard.placement import Placed, placed
 
 Split = tuple[int | None, ...]  # the atom of each axis, None if it splits nothing
-Work = Callable[[float, float, str], float]  # seconds of so many operations over so many bytes of a type
+Work = Callable[[float, float, str], float]  # seconds of so many FLOPs over so many bytes of a dtype
 Move = Callable[[Placed, Placed, int], float]  # seconds from one placement to another, for elements of so many bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """`made` and `needed`: by value. `work_seconds` are
-    the operators' own, `talk_seconds` those of sums that are completed and of what operators say to each other inside;
-    `again_seconds` both for the forward alone, were it to run again."""
+    """One option. `made` and `needed`: placements by value. `work_seconds`: of the operators; `talk_seconds`: of communication
+    inside the group; `again_seconds`: both for a recompute of the forward."""
 
     split: Split
     made: Mapping[str, Placed]
@@ -41,7 +40,7 @@ class Option:
 
 
 def splits(group: Group, mesh: Mesh) -> Iterator[Split]:
-    """All ways to give an atom to each axis: axes that share one must divide it together, and what must be a range stays one."""
+    """All assignments of an atom to each axis: axes that share an atom must divide it together, and `ranges` stay contiguous."""
     choices = [
         [None, *(k for k, size in enumerate(group.sizes) if group.may_split[k] and size % length == 0)] for _, length in mesh.axes
     ]
@@ -65,8 +64,8 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
     def place(dims: Dims, partial: Sequence[str] = ()) -> Placed:
         return placed([[(group.sizes[atom], axes.get(atom, ())) for atom in dim] for dim in dims], partial)
 
-    made: dict[str, Placed] = {}  # as others find it
-    now: dict[str, Placed] = {}  # of what was made here, complete once somebody has needed it so
+    made: dict[str, Placed] = {}  # as other groups find it
+    now: dict[str, Placed] = {}  # of values made here, reduced once an operator needed that
     needed: dict[str, Placed] = {}
     work_seconds = talk_seconds = again_seconds = 0.0
     for member in group.members:
@@ -78,12 +77,12 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
                 needed.setdefault(name, place(dims))
             elif partial and not set(partial) <= set(through):
                 talk_seconds += move(now[name], now[name].complete(), _itemsize(values[name]))
-                made[name] = now[name] = now[name].complete()  # and so it is for everybody
+                made[name] = now[name] = now[name].complete()  # from here on it is reduced for all users
         split_over = prod(sizes[axis] for atom in member.atoms for axis in axes.get(atom, ()))
         touched = 0
         for name, dims in zip(op.inputs, member.inputs, strict=True):
             touched += place(dims).numel(sizes) * _itemsize(values[name])
-        alone = True  # nothing but views of its inputs
+        alone = True  # has only views of its inputs
         for result, of_result in zip(op.outputs, member.outputs, strict=True):
             if result is None or of_result is None:
                 continue
@@ -109,7 +108,7 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
 
 
 def _through(member: Member, parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Axes over which its inputs are parts of sums in a way that it passes on."""
+    """Axes along which its inputs are partial sums that it passes on."""
     having = frozenset(k for k, partial in enumerate(parts) if partial)
     if not having:
         return ()

@@ -1,8 +1,8 @@
-"""Where a tensor is, as planners see it: each dim a product of factors, major first, each with the axes that split it.
+"""The placement of a tensor: each dim a product of factors, major first, each with the mesh axes that split it.
 
-It is a `Layout` of a factored shape, but two operators may factor a dim differently. So factors are kept as few as can be: one
-that is not split joins the one before it, since a tile of their product is the same. Two placements are compared, and moved
-from one to the other, over factors that both can be said with (`common`).
+It is a `Layout` of a factored shape, but two operators may factor a dim differently. So a placement keeps as few factors as
+possible: an unsplit factor merges with the one before it, since a tile of their product is the same. Two placements are compared,
+and resharded, over factors that can express both (`common`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Factor = tuple[int, tuple[str, ...]]  # its size, and the axes that split it, ma
 
 @dataclass(frozen=True)
 class Placed:
-    """`partial`: axes over which it is a sum of what the devices have."""
+    """`partial`: axes along which it is a partial sum."""
 
     dims: tuple[tuple[Factor, ...], ...]
     partial: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Those that split it."""
+        """The axes that split it."""
         return tuple(axis for dim in self.dims for _, axes in dim for axis in axes)
 
     def numel(self, sizes: Mapping[str, int]) -> int:
@@ -42,7 +42,7 @@ class Placed:
 
 
 def placed(dims: Sequence[Sequence[Factor]], partial: Sequence[str] = ()) -> Placed:
-    """In as few factors as can be."""
+    """With as few factors as possible."""
     return Placed(tuple(_joined(dim) for dim in dims), tuple(sorted(partial)))
 
 
@@ -58,7 +58,7 @@ def _joined(dim: Sequence[Factor]) -> tuple[Factor, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def common(one: Placed, other: Placed, mesh: Mesh) -> tuple[tuple[int, ...], Layout, Layout] | None:
-    """A shape, and both as layouts of it; None if there is none, because an axis would split parts of two factors."""
+    """A shape, and both placements as layouts of it; None if there is none, because an axis would split parts of two factors."""
     sizes = dict(mesh.axes)
     pairs = [[*_refined(a, b, sizes)] for a, b in zip(one.dims, other.dims, strict=True)]
     if any(factor is None for dim in pairs for factor in dim):
@@ -96,7 +96,7 @@ def _refined(
 
 
 def _cut(factor: Factor, major: int, sizes: Mapping[str, int]) -> tuple[Factor, Factor] | None:
-    """A factor as two; its axes split the major one first, and the minor one when that is used up."""
+    """Splits a factor in two; its axes split the major one first, then the minor one."""
     size, axes = factor
     if size % major:
         return None

@@ -1,4 +1,4 @@
-"""A piece of a model: some layers one after the other, and what comes to them and goes from them to other pieces."""
+"""A piece (model chunk): consecutive layers, and the tensors that they exchange with other pieces."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from scrimp.capture import Graph, Source, Value
 
 @dataclass(frozen=True, kw_only=True)
 class Relay:
-    """What an earlier piece makes and a later one uses passes through all between: `forward`, unless it is used here too and
-    so is there anyhow; `gradient`: one comes back the same way."""
+    """A tensor that an earlier piece makes and a later one uses is relayed by all pieces between: `forward`, unless this piece
+    uses it too and so holds it anyhow; `gradient`: its gradient comes back the same way."""
 
     value: Value
     forward: bool
@@ -19,9 +19,9 @@ class Relay:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The layers from `first` to before `stop`. In `graph` they are counted from 0; an input of theirs that an earlier piece
-    makes is a source without a layer, by a name in `arrivals`. `departures`: outputs (layer, name) that later pieces use.
-    `relays`: what only passes through. `shared`: parameters that other pieces have too."""
+    """The layers from `first` to `stop` - 1. In `graph` they are numbered from 0; an input from an earlier piece is a source
+    without a layer, by a name in `arrivals`. `departures`: outputs (layer, name) that later pieces use. `relays`: tensors only
+    passed on. `shared`: parameters that other pieces use too."""
 
     first: int
     stop: int
@@ -33,7 +33,7 @@ class Piece:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Pieces with the same are the same to plan: whatever they are called, and wherever they stand."""
+        """Pieces of one kind have the same planning problem, whatever their names and position."""
 
         def slot(source: Source) -> tuple[int | None, object]:
             outside = source.layer is None and source.name in self.arrivals
@@ -48,7 +48,7 @@ class Piece:
 def piece(graph: Graph, first: int, stop: int) -> Piece:
     inside = range(first, stop)
     layers, batch = [], set()
-    arrivals: dict[str, None] = {}  # in the order in which they are first used
+    arrivals: dict[str, None] = {}  # in the order of their first use
     for layer in (graph.layers[k] for k in inside):
         inputs = []
         for source in layer.inputs:

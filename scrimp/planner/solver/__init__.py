@@ -1,1 +1,1 @@
-"""The integer program and its solution, without torch."""
+"""The integer program and its solvers; no torch."""

@@ -1,5 +1,5 @@
-"""The solvers of linear and integer programs: HiGHS by highspy; where that is missing, the HiGHS within scipy, which can be told
-less (it takes no first solution). One thread and a fixed seed: the same program, the same answer."""
+"""The LP and MIP solvers: HiGHS through highspy, or, where that is missing, the HiGHS within scipy, which takes no warm start.
+Both run on one thread with a fixed seed: the same program gives the same solution."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HIGHS, SCIPY = "highspy", "scipy"
 _TOLERANCE = 1e-9
 OPTIMAL, INFEASIBLE, STOPPED = "optimal", "infeasible", "stopped"
 
-Watch = Callable[[float, float], None]  # of each better solution: its value, and the bound
+Watch = Callable[[float, float], None]  # called for each new incumbent with its value and the bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`values`: of the best solution, if there is one. `bound`: no solution is below it. `reduced`: of a linear program, by
-    variable, what one more of it would cost."""
+    """`values`: of the incumbent, if there is one. `bound`: the proven lower bound. `reduced`: reduced cost by variable, of a
+    linear program."""
 
     status: str
     values: Numbers | None
@@ -34,11 +34,11 @@ class Result:
 
 
 def solver_name() -> str:
-    """Which of the two there is."""
+    """The name of the installed solver."""
     for name in (HIGHS, SCIPY):
         if importlib.util.find_spec(name) is not None:
             return name
-    raise PlanError("planning needs a solver, and there is none: pip install highspy (or scipy)")
+    raise PlanError("planning needs a solver, and none is installed: pip install highspy (or scipy)")
 
 
 def minimise(
@@ -51,7 +51,7 @@ def minimise(
     watch: Watch | None = None,
     solver: str | None = None,
 ) -> Result:
-    """`whole=False`: of the linear program, in which nothing must be whole."""
+    """Minimises the program. `whole=False`: solves the linear relaxation."""
     if (solver or solver_name()) == HIGHS:
         return _highspy(program, whole, seconds, gap, start, watch)
     return _scipy(program, whole, seconds, gap)
@@ -68,7 +68,7 @@ def _highspy(program: Program, whole: bool, seconds: float, gap: float, start: N
     if whole:
         kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
         lp.integrality_ = [kinds[int(each)] for each in program.whole]
-    # All of a process's solvers share threads: after one with more of them (not ours), one with 1 would do nothing.
+    # All HiGHS solvers of a process share threads: after one with more threads (not ours), one with 1 would hang.
     highspy.Highs.resetGlobalScheduler(True)
     highs = highspy.Highs()
     highs.silent()

@@ -1,4 +1,4 @@
-"""Whether a problem makes sense: tables have their shapes, numbers can be added up, every node has something to choose."""
+"""Validates a problem: shapes of tables, ranges of numbers, at least one option for every node."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from scrimp.errors import PlanError
 if TYPE_CHECKING:
     from scrimp.planner.solver.problem import Hold, PairHold, Problem
 
-MOST_NBYTES = 1 << 53  # what a table may hold: beyond it, a float cannot tell one byte from the next
+MOST_NBYTES = 1 << 53  # the most bytes in a table: beyond it a float cannot represent every byte
 
 
 def check(problem: Problem) -> None:
-    """`PlanError` if not. Tables that several nodes or edges share are looked at once."""
+    """Raises `PlanError` if the problem is invalid. A table shared by several nodes or edges is checked once."""
     seen: dict[tuple[int, tuple[int, ...]], object] = {}
     if not _is_count(problem.points) or problem.points < 1:
         raise PlanError(f"a problem has 1 point or more, not {problem.points!r}")
@@ -64,7 +64,7 @@ def _check_seconds(values: Any, shape: tuple[int, ...], where: str, seen: dict[A
     if (id(values), shape) in seen:
         return
     table = _table(values, shape, f"the seconds of {where}")
-    if not (table >= 0).all():  # also false of what is not a number
+    if not (table >= 0).all():  # also catches NaN
         raise PlanError(f"the seconds of {where} must be 0 or more (infinite: forbidden), but one is {table[~(table >= 0)][0]}")
     if not np.isfinite(table).any():
         what = "no option of it" if len(shape) == 1 else "no pair of their options"

@@ -1,4 +1,4 @@
-"""What a choice comes to. This is the checker of every solution: it reads the problem as it was given, and knows no solver."""
+"""Evaluates a choice on the problem as given. It checks every solution independently of any solver."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from scrimp.planner.solver.problem import Problem
 
 
 class Evaluation(NamedTuple):
-    """`point`: the first at which the peak is. `kinds`: bytes by kind there, the largest first. `seconds`: infinite if the
-    choice is forbidden."""
+    """`point`: the first with the peak. `kinds`: bytes by kind there, largest first. `seconds`: infinite if the choice is
+    forbidden."""
 
     peak_nbytes: int
     point: int
@@ -22,7 +22,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
-    """Of one option of each node, by index."""
+    """Peak and seconds of a choice: one option index per node."""
     change = [0] * (problem.points + 1)
     holds = list(_holds(problem, choice))
     for first, last, _, nbytes in holds:
@@ -37,7 +37,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
             kinds[kind] = kinds.get(kind, 0) + nbytes
     terms = [node.seconds[p] for node, p in zip(problem.nodes, choice, strict=True)]
     terms += [edge.seconds[choice[edge.nodes[0]]][choice[edge.nodes[1]]] for edge in problem.edges]
-    # An exact sum: the same whatever the order, so that equal choices have equal seconds.
+    # An exact sum does not depend on the order, so equal choices have equal seconds.
     return Evaluation(peak, point, math.fsum(terms), dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0]))))
 
 

@@ -1,20 +1,20 @@
-"""What is found for one objective, and who is told of it."""
+"""The result of one objective, and the progress callback."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Progress = Callable[[str, float, float], None]  # the objective, the best value so far, and what none can be below
+Progress = Callable[[str, float, float], None]  # the objective, the incumbent's value, and the lower bound
 
-EQUAL = 1e-8  # what is nearer than this, relatively, is equal
-MARGIN = 1e-9  # for sums of floats in another order, and for what a solver may err
+EQUAL = 1e-8  # relative difference below which values are equal
+MARGIN = 1e-9  # for sums of floats in another order, and for solver tolerances
 IS_OPTIMAL, WITHIN_GAP, TIME_LIMIT = "optimal", "within gap", "time limit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One objective ("peak", "held", "seconds"): the value reached, and what no choice within the limits can be below."""
+    """The result for one objective ("peak", "held", "seconds"): the value reached, and the lower bound within the limits."""
 
     objective: str
     value: float
@@ -32,7 +32,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """`choice`: None if there is none, or (`proven` is False) none was found in time. `price`: seconds a byte more would save."""
+    """`choice`: None if none exists, or (`proven` is False) none was found in time. `price`: seconds saved by one more byte."""
 
     choice: tuple[int, ...] | None
     phase: Phase

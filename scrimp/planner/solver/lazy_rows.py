@@ -1,10 +1,10 @@
-"""The linear program, with rows only for points that matter.
+"""Solves the linear program with memory rows only for the points that need them.
 
-A problem has hundreds of points, and few of them keep a solution from being better: where others are far below the limit, their
-rows say nothing, but a solver works on them ten times as long as on all the rest. So it is asked without any first. Where its
-solution is over the limit, the points with more than their neighbours are given rows, and it is asked again, until it is over
-at none. Every one of these programs asks less than the whole one, so what it says is a bound; and the last one's solution is
-the whole one's. Rows of points that it is not over at are missing in branch and bound as well, and are given in the same way.
+A problem has hundreds of points, and few of them bind. Rows of points far below the limit do not change the solution, but a
+solver spends ten times as long on them as on all the rest. So the first program has no such rows. Where its solution exceeds the
+limit, the local maxima get rows, and the program is solved again, until no point exceeds the limit. Each of these programs is a
+relaxation of the whole one, so its value is a lower bound; and the last solution solves the whole one. Branch and bound starts
+from the same rows, and gets missing ones in the same way.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from scrimp.planner.solver.backend import OPTIMAL, STOPPED, Result, minimise
 from scrimp.planner.solver.model import PEAK, Model, Program
 from scrimp.planner.solver.points import Numbers
 
-_OVER = 1e-6  # in the program's units: a solver may err by as much
+_OVER = 1e-6  # solver tolerance, in the program's units
 
 
 def relaxed(model: Model, program: Callable[[], Program], limit: float, *, seconds: float, solver: str | None) -> Result:
-    """`program`: with the rows that the model has by then. If the time is up: the last solution, which is over the limit, and its
-    bound; it is "stopped"."""
+    """`program`: builds the program with the rows that the model has by then. If the time is up, it returns the last solution,
+    which exceeds the limit, and its bound, with status "stopped"."""
     deadline = time.monotonic() + seconds
     known: Result | None = None
     while True:
@@ -39,8 +39,8 @@ def relaxed(model: Model, program: Callable[[], Program], limit: float, *, secon
 
 
 def give_rows(model: Model, profile: Numbers, limit: float) -> bool:
-    """Rows for points at which more is held than this and than at their neighbours, if there are such without one. All of them,
-    though a few would do for a bound: so what is chosen by the linear program is less over in between."""
+    """Adds rows for the local maxima above the limit that have none; returns whether there were any. It adds all of them, though
+    a few would do for a bound: the relaxed solution then exceeds the limit less in between."""
     before, after = (np.concatenate(each) for each in (([-np.inf], profile[:-1]), (profile[1:], [-np.inf])))
     over = (profile > limit) & (profile > before) & (profile >= after)
     over[model.points] = False

@@ -1,7 +1,7 @@
-"""A good choice from any choice, by small steps: one node, or the two ends of a link, take what is best while all others stay.
+"""Local search: improves a choice by changing one node, or both ends of a link, to the best options while all others stay fixed.
 
-A step is taken if it makes (forbidden pairs, bytes over the limits summed over points, the objective) smaller, in that order.
-It proves nothing and finds a choice that is hard to better; bounds come from the linear program. No chance is involved.
+It takes a step if it lowers (forbidden pairs, bytes over the limits summed over points, the objective), in lexicographic order.
+The result is a local optimum without a proof; bounds come from the linear program. It is deterministic.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from scrimp.planner.solver.model import HELD, PEAK
 from scrimp.planner.solver.points import Numbers
 from scrimp.planner.solver.presolve import Costs, Reduced
 
-_PAIRS = 64  # of a link's pairs, those that look best are tried
+_PAIRS = 64  # tries only the most promising pairs of a link
 _SWEEPS = 50
-WORK = 2 * 10**8  # bytes at a point, looked at for an option: seconds on most machines, and the same on all of them
+WORK = 2 * 10**8  # work limit, in bytes at a point evaluated for an option: seconds on most machines, and the same result on all
 
 
 def improve(
     reduced: Reduced, choice: Sequence[int], objective: str, limit: float, held_limit: float, deadline: float, work: int = WORK,
     least: float = -math.inf,
 ) -> tuple[int, ...]:  # fmt: skip
-    """With a peak and a sum of held bytes of at most these, if that can be reached. `least`: a peak that is good enough."""
+    """Improves `choice` within a peak and a sum of held bytes, if that is feasible. `least`: stop at this peak."""
     if not reduced.nodes:
         return ()
     state = _State(reduced, choice, objective, limit, held_limit)
@@ -36,7 +36,7 @@ def improve(
         better = False
         for moves in (singles, pairs):
             if better:
-                break  # single steps first, as long as they win something
+                break  # continue with single steps as long as they improve
             for nodes in moves:
                 better |= state.step(nodes)
                 if state.work > work or time.monotonic() > deadline or (better and state.profile.max() <= least):
@@ -47,7 +47,7 @@ def improve(
 
 
 def turn_work(reduced: Reduced) -> int:
-    """What it takes, about, to look at every node and every link once."""
+    """Approximate work of visiting every node and every link once."""
     return len(reduced.floor) * (sum(len(costs.seconds) for costs in reduced.nodes) + _PAIRS * len(reduced.links))
 
 
@@ -63,7 +63,7 @@ class _State:
         self.held = reduced.held + sum(int(costs.held[at]) for costs, at in reduced.picked(choice))
 
     def step(self, nodes: tuple[int, ...]) -> bool:
-        """The best options of these nodes; whether they are others than before."""
+        """Sets these nodes to their best options; returns whether they changed."""
         sizes = [len(self.reduced.nodes[i].seconds) for i in nodes]
         options = np.stack([grid.ravel() for grid in np.meshgrid(*(np.arange(size) for size in sizes), indexing="ij")])
         now = np.array([self.choice[i] for i in nodes])
@@ -85,7 +85,7 @@ class _State:
         forbidden = sum(np.isinf(costs.seconds[at]).astype(int) for costs, at in parts)
         finite: Numbers = sum(np.where(np.isinf(costs.seconds[at]), 0, costs.seconds[at]) for costs, at in parts)  # type: ignore[assignment]
         first_key = {PEAK: peaks, HELD: held}.get(self.objective, finite)
-        # The last key keeps what is: a step that wins nothing is none.
+        # The last key prefers the current options: a step without improvement is not taken.
         keys = (np.arange(options.shape[1]) != here, finite, first_key, over, forbidden)
         best = int(np.lexsort(keys)[0])
         if best == here or all(key[best] == key[here] for key in keys[1:]):
@@ -96,7 +96,7 @@ class _State:
         return True
 
     def _parts(self, nodes: tuple[int, ...], options: Numbers) -> list[tuple[Costs, Any]]:
-        """All costs that depend on these nodes, and where in their tables each combination of options stands."""
+        """All costs that depend on these nodes, and the index of each combination of options in their tables."""
         chosen = dict(zip(nodes, options, strict=True))
         parts: list[tuple[Costs, Any]] = [(self.reduced.nodes[i], chosen[i]) for i in nodes]
         for k in sorted({k for i in nodes for k in self.around[i]}):
@@ -106,7 +106,7 @@ class _State:
         return parts
 
     def _promising(self, parts: list[tuple[Costs, Any]], seconds: Numbers) -> Numbers:
-        """Pairs by what they hold at the worst point, or by their seconds."""
+        """The best pairs by bytes at the worst point, or by seconds."""
         score = seconds
         if self.objective == HELD:
             score = sum(costs.held[at] for costs, at in parts)

@@ -24,7 +24,7 @@ is over the limit, or slower than a choice that is known. Without a limit its ro
 
 Bytes are counted in units in which the limit, or the peak of a choice that is known, is 1,000 above what is there whatever is
 chosen, at the point where there is most room; seconds in such that a known choice takes 1,000. So a solver's tolerances (1e-9
-here) are 1e-12 of what is asked for.
+here) are 1e-12 of the objective.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class Program:
 
 
 class Model:
-    """Rows count in bytes, programs made of them in `units`: of bytes at a point, of bytes in all, and of seconds. `points`:
-    those that have rows; all, if none are given, but there can be fewer (`solver/lazy_rows.py`). Columns stand in the order of
-    the list above."""
+    """Rows are in bytes, programs made of them in `units`: of bytes at a point, of bytes in all, and of seconds. `points`: those
+    that have rows; by default all, but there can be fewer (`solver/lazy_rows.py`). Columns follow the order of the list above."""
 
     def __init__(self, reduced: Reduced, points: Numbers | None = None) -> None:
         self.reduced = reduced
@@ -93,7 +92,7 @@ class Model:
         self.hold(np.arange(len(reduced.floor)) if points is None else points)
 
     def hold(self, points: Numbers) -> None:
-        """Rows for these points alone, in order: of all others it is not asked what is held then."""
+        """Keeps rows for these points alone, in order; the program ignores all others."""
         del self._entries[self._agreed :], self._lower[self._agreed :], self._upper[self._agreed :]
         self.points = points
         self.usage = self.one + 1 + np.arange(len(points) if self.telescoped else 0)
@@ -117,15 +116,16 @@ class Model:
         self.rows = len(self._lower)
 
     def restart(self, units: dict[str, float], points: Numbers | None = None) -> None:
-        """With other units, and rows for these points; what was forbidden for other limits is allowed again."""
+        """Resets the units and the points with rows; removes the rows against choices of other limits."""
         self.units, points = units, self.points if points is None else points
         if self._forbidden or not np.array_equal(points, self.points):
             self._forbidden = []
             self.hold(points)
 
     def forbid(self, choice: tuple[int, ...], point: int | None) -> None:
-        """A row against a choice that is over a limit at a point (None: in the sum of all held bytes) by less than a solver's
-        tolerance, and against all that hold as much there: one of the parts that hold something must hold less."""
+        """Adds a row against a choice that exceeds a limit at a point (None: in the sum of all held bytes) by less than the
+        solver's tolerance, and against all choices that hold as much there: one of the parts that hold something must hold
+        less."""
         self._forbidden.append((choice, point))
         self._forbid(choice, point)
         self._assemble()
@@ -148,8 +148,8 @@ class Model:
 
     @property
     def telescoped(self) -> bool:
-        """Whether rows of changes have far fewer entries than rows of points. If not, those are better: a solver sees in each
-        of them that options exclude one another, and closes the gap of the least peak two to three times as fast."""
+        """Whether rows of changes have far fewer entries than rows of points. If not, rows of points are better: a solver sees in
+        each of them that options exclude one another, and closes the gap of the least peak two to three times as fast."""
         whole = changes = 0
         for costs, _ in self.parts:
             spans = self._spans(costs)
@@ -158,7 +158,7 @@ class Model:
         return bool(_FAR_FEWER * (changes + 4 * len(self.points)) < whole + len(self.points))
 
     def _spans(self, costs: Costs) -> list[Span]:
-        """Those that are there at points that have rows, which are counted from 0."""
+        """The spans at points that have rows, with points renumbered from 0."""
         ends = np.array([(first, last + 1) for first, last, _ in costs.spans]).reshape(-1, 2)
         places = np.searchsorted(self.points, ends).tolist()
         return [(first, end - 1, table) for (first, end), (_, _, table) in zip(places, costs.spans, strict=True) if first < end]
@@ -218,8 +218,8 @@ class Model:
         self._row(columns, np.concatenate([*(held for _, held in parts), [-1.0]]), -np.inf, 0.0)
 
     def program(self, objective: str, limit: float, held: float, seconds: float, least: float = 0) -> Program:
-        """To minimise one of PEAK, HELD, SECONDS with a peak, a sum of held bytes and seconds of at most these. `least`: what
-        no peak is below; points that cannot reach it then do not matter."""
+        """The program that minimises one of PEAK, HELD, SECONDS within a peak, a sum of held bytes and seconds. `least`: lower
+        bound of the peak; points that cannot reach it are left out."""
         cost, lower, upper = np.zeros(self.columns), np.zeros(self.columns), np.ones(self.columns)
         if objective == SECONDS:
             for costs, places in self.parts:
@@ -241,11 +241,11 @@ class Model:
         used = np.ones(self.rows, bool)
         used[self.point_rows] = objective == PEAK or limit < np.inf
         used[self.sum_row] = objective == HELD or held < np.inf
-        # Nor is there need to know how much an option holds that cannot be chosen: it may be huge.
+        # Drop the bytes of options that cannot be chosen: they may be huge.
         kept = used[self.index] & (upper[self.column] != 0)
         row_units = np.ones(self.rows)
         row_units[self.point_rows], row_units[self.sum_row] = self.units[PEAK], self.units[HELD]
-        own = self.column >= self.binaries + self.pair_count  # z and u count in units themselves
+        own = self.column >= self.binaries + self.pair_count  # z and u are in units already
         value = np.where(own, self.value, self.value / row_units[self.index])
         return Program(
             cost=cost, lower=lower, upper=upper, whole=whole, index=self.index[kept], value=value[kept],
@@ -264,7 +264,7 @@ class Model:
             upper[places[over & (places >= 0)]] = 0.0
 
     def profile(self, values: Numbers) -> Numbers:
-        """Bytes by point of a solution, also at points that have no rows, and of parts of options."""
+        """Bytes by point of a fractional solution, also at points without rows."""
         change = np.zeros(len(self.reduced.floor) + 1)
         for costs, places in self.parts:
             taken = np.where(places >= 0, values[places], 0.0)
@@ -277,11 +277,11 @@ class Model:
         return self.reduced.floor + np.cumsum(change[:-1])
 
     def read(self, values: Numbers) -> tuple[int, ...]:
-        """Of every free node the option that a solution has most of, the first of equals."""
+        """The option with the largest value of every free node; ties go to the first."""
         return tuple(int(np.argmax(np.round(values[columns], 9))) for columns in self.options)
 
     def write(self, choice: tuple[int, ...]) -> Numbers:
-        """A choice as a solution."""
+        """The choice as a vector of variables."""
         values = np.zeros(self.columns)
         for (costs, at), (_, places) in zip(self.reduced.picked(choice), self.parts, strict=True):
             values[places[at]] = 1.0
@@ -294,7 +294,7 @@ class Model:
 
 
 def _changes(spans: Sequence[Span], points: int) -> list[tuple[int, Numbers]]:
-    """By how much bytes change at points; spans do not overlap and come in order."""
+    """The changes of bytes by point; spans are ordered and do not overlap."""
     changes: dict[int, Numbers] = {}
     for first, last, table in spans:
         changes[first] = changes[first] + table if first in changes else table

@@ -1,6 +1,6 @@
-"""What would be chosen if something that was chosen were forbidden: the price of a choice is the difference.
+"""Solves again with one choice forbidden; the difference is that choice's price.
 
-Nothing else is held fixed: where another choice for one node suits other choices for its neighbours, they are taken too.
+All other nodes are free: if the forbidden choice changes one node, its neighbours may change with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Forbidden:
     pairs: Mapping[Pair, Collection[Pair]]
 
     def applied(self, problem: Problem) -> Problem | None:
-        """None if nothing is left to choose."""
+        """The problem without them; None if a node has no option left."""
         nodes, edges = list(problem.nodes), list(problem.edges)
         for k, options in self.options.items():
             seconds = tuple(math.inf if p in options else each for p, each in enumerate(nodes[k].seconds))
@@ -34,7 +34,7 @@ class Forbidden:
         at = {edge.nodes: k for k, edge in enumerate(problem.edges)}
         for ends, pairs in self.pairs.items():
             if ends not in at:
-                raise PlanError(f"there is no edge between nodes {ends[0]} and {ends[1]}, of which a pair could be forbidden")
+                raise PlanError(f"there is no edge between nodes {ends[0]} and {ends[1]}, so none of its pairs can be forbidden")
             edge = edges[at[ends]]
             table = tuple(
                 tuple(math.inf if (p, q) in pairs else each for q, each in enumerate(row)) for p, row in enumerate(edge.seconds)
@@ -46,15 +46,15 @@ class Forbidden:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Any of which can give way."""
+        """The nodes that can change to satisfy it."""
         return (*self.options, *(node for ends in self.pairs for node in reversed(ends)))
 
 
 def next_best(
     problem: Problem, choice: Sequence[int], forbidden: Forbidden, *, objective: str, seconds: float, gap: float
 ) -> Solution | None:
-    """The best without what is forbidden, for the same objective and within the same limit; the search begins next to what was
-    chosen. None if there is no other choice; `FitError` if no other is within the limit."""
+    """The best choice without the forbidden options, for the same objective and within the same limit, warm-started next to the
+    old choice. None if there is no other choice; `FitError` if no other is within the limit."""
     other = forbidden.applied(problem)
     if other is None:
         return None
@@ -62,7 +62,7 @@ def next_best(
 
 
 def held_at(problem: Problem, choice: Sequence[int], point: int, nodes: Collection[int]) -> tuple[dict[str, int], int]:
-    """Bytes that these nodes hold at a point, by kind; and those of copies between one of them and others."""
+    """Bytes that these nodes hold at a point, by kind; and bytes of copies between one of them and others."""
     own: dict[str, int] = {}
     copies = 0
     for k in nodes:
@@ -82,7 +82,7 @@ def held_at(problem: Problem, choice: Sequence[int], point: int, nodes: Collecti
 
 
 def _nearest(problem: Problem, choice: Sequence[int], nodes: Iterable[int]) -> tuple[int, ...] | None:
-    """With one of these nodes changed, to what costs the fewest seconds beside all the others; None if that is forbidden."""
+    """Changes one of these nodes to its cheapest option given all others; None if that is forbidden."""
     for k in nodes:
         costs = list(problem.nodes[k].seconds)
         for edge in problem.edges:

@@ -1,4 +1,4 @@
-"""The choices between the least memory and the least time: no one of them is better than another in both."""
+"""The Pareto front between peak memory and step time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def frontier(
     progress: Progress | None = None,
     solver: str | None = None,
 ) -> list[Solution]:
-    """Up to so many, by growing peak and falling seconds: the least peak; the least seconds (within the problem's limit, if it
-    has one); and the least seconds within limits between, ever further apart: the first bytes save the most. Each starts from
-    the one before it, which fits its limit too. With a gap above 0 each is within that of the best for its limit."""
+    """Up to `points` Pareto points, by growing peak and falling seconds: the least peak; the least seconds (within the problem's
+    limit, if it has one); and the least seconds within limits between, at growing distances, because the first bytes save the
+    most. Each solve is warm-started from the one before, which fits its limit too. With a gap above 0 each is optimal up to that
+    gap."""
     if points < 2:
-        raise PlanError(f"a frontier has 2 points or more, the least memory and the least time, not {points}")
+        raise PlanError(f"a Pareto front has 2 points or more (least memory, least time), not {points}")
     end = time.monotonic() + seconds
     session = begun(problem, solver, progress)
 

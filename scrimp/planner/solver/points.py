@@ -1,4 +1,4 @@
-"""Which points can be the peak: those whose holds are not all held at another point too."""
+"""The points that can be the peak: those not dominated by another point."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Numbers = np.ndarray[Any, Any]
 
 
 def maximal_points(floor: Numbers, spans: Iterable[tuple[int, int]]) -> Numbers:
-    """Of points with `floor` bytes whatever is chosen, and holds over these spans whose bytes depend on the choice: the points
-    that no other makes needless (it holds the same and more, whatever is chosen). In order.
+    """The points that no other dominates, in order. One point dominates another if it holds the same tensors and more, whatever
+    is chosen. `floor`: bytes by point, whatever is chosen; `spans`: of holds whose bytes depend on the choice.
 
-    What is held at two points is held at every point between. So a point that lies next to another, with those between gone,
-    is within it unless one of its holds ends, or begins, on the way: one pass with a stack."""
-    first_end = np.full(len(floor), len(floor))  # of what is held here, the first last point
-    last_begin = np.full(len(floor), -1)  # and the last first one
+    A hold at two points is held at every point between. So of two neighbours (with those between removed), one dominates the
+    other unless a hold of the other ends or begins between them: one pass with a stack."""
+    first_end = np.full(len(floor), len(floor))  # by point, the earliest last point of its holds
+    last_begin = np.full(len(floor), -1)  # by point, the latest first point of its holds
     distinct = sorted(set(spans))
     for begin, end in distinct:
         last_begin[begin : end + 1] = begin

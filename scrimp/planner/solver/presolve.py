@@ -1,10 +1,10 @@
-"""A smaller problem with the same best choices.
+"""Presolve: a smaller problem with the same optimal choices.
 
-arcs       an option that every option of a neighbour forbids is gone, and so on along the edges
+arcs       an option that every option of a neighbour forbids is removed, and so on along the edges (arc consistency)
 points     only those that can be the peak (`solver/points.py`)
-least      what is held or spent whatever is chosen is a constant
+least      bytes and seconds common to all options become a constant
 settled    a node with one option left is a constant; its edges become costs of their other ends
-dominated  an option is gone if another of its node costs no more seconds, holds no more bytes at any point, and does no
+dominated  an option is removed if another of its node costs no more seconds, holds no more bytes at any point, and is no
            worse on every edge with every option at the other end; of equals the first stays
 classes    on an edge, options with the same row of costs and holds are one class: 36 options with 8 rows make a side of 8
 """
@@ -28,7 +28,7 @@ Span = tuple[int, int, Numbers]  # first and last point, bytes by option or by p
 
 @dataclass(kw_only=True)
 class Costs:
-    """Of a node by option, or of an edge by pair. `held`: all its holds' bytes, each hold once."""
+    """Costs of a node by option, or of an edge by pair. `held`: bytes of all its holds, each hold once."""
 
     seconds: Numbers
     held: Numbers
@@ -47,7 +47,7 @@ class Costs:
         return Costs(seconds=self.seconds.take(option, side), held=self.held.take(option, side), spans=spans)
 
     def side(self, side: int) -> Numbers:
-        """All its numbers, a row for every option of one side; what is forbidden is infinite."""
+        """All its numbers, one row for every option of one side; forbidden ones are infinite."""
         tables = [self.seconds, self.held, *(table for _, _, table in self.spans)]
         allowed = np.isfinite(self.seconds)
         if not allowed.all():
@@ -55,15 +55,15 @@ class Costs:
         return np.concatenate([(table.T if side else table).reshape(table.shape[side], -1) for table in tables], axis=1)
 
     def matters(self, side: int) -> bool:
-        """Whether it makes a difference which option of a side is chosen."""
+        """Whether the options of a side differ."""
         seconds = self.seconds.T if side else self.seconds
         if (seconds != seconds[0]).any():
-            return True  # most do, so there is no need to look at all
+            return True  # most do, so checking the first is usually enough
         rows = self.side(side)
         return bool((rows != rows[0]).any())
 
     def tidy(self) -> None:
-        """Spans that do not overlap, in order, and without those that hold nothing."""
+        """Merges spans into ordered ones that do not overlap, without empty ones."""
         cuts = sorted({p for first, last, _ in self.spans for p in (first, last + 1)})
         spans: list[Span] = []
         for begin, end in pairwise(cuts):
@@ -89,9 +89,9 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """`free`: the nodes that are left, as they are numbered in the problem; `options`: of every node of the problem, which of
-    its options are left; `instead`: of every node, by its options in the problem, which one left does no worse (-1: it is
-    forbidden). `seconds`, `held`, `floor` (by point): what it comes to whatever is chosen. `points`: as numbered there."""
+    """The reduced problem. `free`: remaining nodes, by number in the problem; `options`: of every node, its remaining options;
+    `instead`: of every node, by its options in the problem, a remaining one that is no worse (-1: forbidden). `seconds`, `held`,
+    `floor` (by point): the constant part. `points`: remaining points, by number in the problem."""
 
     free: tuple[int, ...]
     options: tuple[Numbers, ...]
@@ -104,7 +104,8 @@ class Reduced:
     points: Numbers
 
     def picked(self, choice: Sequence[int]) -> Iterator[tuple[Costs, Any]]:
-        """Of a choice of the free nodes: all costs, the nodes' and then the links', and where in their tables it stands."""
+        """Of a choice of the free nodes: all costs, the nodes' and then the links', and the index of the choice in their
+        tables."""
         yield from zip(self.nodes, choice, strict=True)
         for link in self.links:
             one, two = link.nodes
@@ -119,14 +120,14 @@ class Reduced:
         return profile
 
     def original(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """From a choice of the free nodes to one of all."""
+        """Maps a choice of the free nodes to one of all nodes."""
         whole = [0] * len(self.options)
         for i, p in zip(self.free, choice, strict=True):
             whole[i] = p
         return tuple(int(options[p]) for options, p in zip(self.options, whole, strict=True))
 
     def reduced(self, choice: Sequence[int]) -> tuple[int, ...] | None:
-        """And back, to one that does no worse; None if it has something forbidden."""
+        """Maps a choice of all nodes to one of the free nodes that is no worse; None if it is forbidden."""
         picked = [int(self.instead[i][choice[i]]) for i in self.free]
         return None if min((int(i[p]) for i, p in zip(self.instead, choice, strict=True)), default=0) < 0 else tuple(picked)
 
@@ -164,7 +165,7 @@ class _Work:
                 self.around[i].append(key)
         self.options = [np.arange(len(node.options)) for node in problem.nodes]
         self.instead = [np.arange(len(node.options)) for node in problem.nodes]  # by number in the problem
-        self.fresh = set(range(len(self.nodes)))  # those of which something has changed since they were looked at
+        self.fresh = set(range(len(self.nodes)))  # nodes changed since they were last checked
         self.seconds, self.held = 0.0, 0
         self.floor = np.zeros(problem.points, np.int64)
 
@@ -180,8 +181,8 @@ class _Work:
                 name = self.problem.nodes[i].name
                 others = [self.problem.nodes[j].name for key in self.around[i] for j in key if j != i]
                 raise PlanError(
-                    f"nothing can be chosen: every option of node '{name}' is forbidden, by itself or by all that is left of "
-                    f"its neighbours {', '.join(others[:8])}. Allow an option more, or a pair of options of these"
+                    f"infeasible problem: every option of node '{name}' is forbidden, by itself or by all options left of "
+                    f"its neighbours {', '.join(others[:8])}. Allow another option, or another pair of options of these"
                 )
             if not allowed.all():
                 self.instead[i][self.options[i][~allowed]] = -1
@@ -196,7 +197,7 @@ class _Work:
             self.fresh.add(key[1 - key.index(i)])
 
     def compress(self) -> Numbers:
-        """Constants go to the floor, and only maximal points stay."""
+        """Moves constants to the floor, and keeps only maximal points."""
         for costs in (*self.nodes, *self.edges.values()):
             self.lower(costs)
         spans = [(first, last) for costs in (*self.nodes, *self.edges.values()) for first, last, _ in costs.spans]
@@ -211,7 +212,7 @@ class _Work:
         return points
 
     def lower(self, costs: Costs) -> None:
-        """What all options, or all pairs that are allowed, have in common becomes a constant."""
+        """Moves the part common to all options, or to all allowed pairs, into a constant."""
         allowed = np.isfinite(costs.seconds)
         least = costs.held[allowed].min()
         self.held += int(least)
@@ -226,7 +227,7 @@ class _Work:
         costs.spans = spans
 
     def settle(self) -> bool:
-        """Edges of nodes with one option, and edges on which one end does not matter, become costs of a node."""
+        """Folds edges of nodes with one option, and edges on which one end does not matter, into costs of a node."""
         before = len(self.edges)
         for key, costs in list(self.edges.items()):
             for side in (0, 1):
@@ -248,10 +249,10 @@ class _Work:
                 continue
             self.fresh.remove(i)
             rows = np.concatenate([costs.side(0), *(self.edges[key].side(key.index(i)) for key in self.around[i])], axis=1)
-            some = np.ascontiguousarray(rows[:, :: -(-rows.shape[1] // _SOME)])  # which tell most that differ apart
+            some = np.ascontiguousarray(rows[:, :: -(-rows.shape[1] // _SOME)])  # a sample that tells most pairs apart
             kept: list[int] = []
             better = {}
-            # By sums, so that what dominates comes first; of equals the first option.
+            # Sorted by sums, so that dominating options come first; of equals the first option.
             for p in np.lexsort(
                 (np.arange(len(rows)), np.where(np.isfinite(rows), rows, 0).sum(axis=1), np.isinf(rows).sum(axis=1))
             ):
@@ -303,7 +304,7 @@ def _costs(seconds: Any, holds: Any) -> Costs:
 
 
 def _link(nodes: tuple[int, int], costs: Costs) -> Link:
-    """Options with equal rows become one class, numbered in the order in which they come."""
+    """Merges options with equal rows into one class, numbered by first occurrence."""
     classes = []
     for side in (0, 1):
         seen: dict[bytes, int] = {}

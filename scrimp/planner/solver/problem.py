@@ -1,14 +1,14 @@
-"""The planner's question as numbers: what can be chosen, what it costs in seconds, and which bytes it holds when.
+"""The planner's problem in numbers, without torch: options, their seconds, and the bytes they hold over time.
 
     nodes     one option of each is chosen
     edges     what a pair of choices costs
-    holds     bytes that a choice, or a pair of choices, keeps on a device from one moment (a "point") to another, both included
+    holds     bytes that a choice, or a pair of choices, keeps on a device from one point of the step to another, both included
     limit     the most that may be held at any point
 
 An infinite cost forbids. The peak is the largest sum of holds over all points.
 
-As JSON, rows of numbers that are alike are written once ("seconds", "nbytes", "options") and named by their place: layers
-that are alike have tables that are alike, and a table has few rows that differ. What is infinite is written as null.
+In JSON, equal rows of numbers are written once ("seconds", "nbytes", "options") and referred to by index: identical layers have
+identical tables, and a table has few distinct rows. Infinity is written as null.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Row = TypeVar("Row", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class Hold:
-    """Bytes by option of a node."""
+    """Bytes by option of a node, from point `first` to point `last`."""
 
     first: int
     last: int
@@ -56,7 +56,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """Between two nodes, by index."""
+    """Seconds of each pair of options of two nodes, which are given by index."""
 
     nodes: tuple[int, int]
     seconds: tuple[tuple[float, ...], ...]
@@ -65,7 +65,7 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """`where`: of each point what runs then, for who is told of it; or of none."""
+    """`where`: of each point the operator that runs, for messages; or empty."""
 
     points: int
     nodes: tuple[Node, ...]
@@ -74,7 +74,7 @@ class Problem:
     where: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        from scrimp.planner.solver.check import check  # which knows this class
+        from scrimp.planner.solver.check import check  # which imports this class
 
         check(self)
 
@@ -118,7 +118,7 @@ class Problem:
         try:
             data: dict[str, Any] = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError(f"this is no problem as scrimp writes it: {error}") from error
+            raise PlanError(f"this is not a problem file of scrimp: {error}") from error
         check_format(data, FORMAT, VERSION, PlanError)
         try:
             options = [tuple(row) for row in data["options"]]
@@ -149,7 +149,7 @@ class Problem:
 
 
 class Pool(dict[Row, int]):
-    """Rows that differ, each with its place."""
+    """Distinct rows, each with its index."""
 
     def place(self, row: Row) -> int:
         return self.setdefault(row, len(self))

@@ -1,4 +1,4 @@
-"""A search in words, a few times a second: the best so far, and what none can be below."""
+"""Reports the search as text, a few times a second: the incumbent and the lower bound."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from scrimp.ledger import format_nbytes
 from scrimp.planner.solver.found import Progress
 from scrimp.planner.solver.model import HELD, PEAK
 
-SECONDS_BETWEEN = 0.1  # words come no faster than they can be read
+SECONDS_BETWEEN = 0.1  # no faster than one can read
 
 _WHAT = {PEAK: "least peak", HELD: "fewest bytes held"}
 
 
 def in_words(say: Callable[[str], None], prefix: str = "", *, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """For `solve`. The first word on each objective is always said."""
+    """A progress callback for `solve`. It always reports the first value of each objective."""
     last: tuple[str, float] = ("", -math.inf)
 
     def tell(objective: str, value: float, bound: float) -> None:

@@ -1,7 +1,7 @@
-"""One objective at a time: a first choice by small steps, the linear program for a bound, and branch and bound if they differ.
+"""Solves one objective at a time: local search for an incumbent, the linear program for a bound, branch and bound for the gap.
 
-Every choice is judged by `evaluate` on the problem as it was given. A solver's solution that is over a limit (by less than its
-tolerance) is no solution: it is forbidden and the solver asked again.
+`evaluate` checks every choice on the problem as given. A solver may return a solution that exceeds a limit by less than its
+tolerance: the session forbids it and calls the solver again.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from scrimp.planner.solver.points import Numbers
 from scrimp.planner.solver.presolve import reduce
 from scrimp.planner.solver.problem import Problem
 
-_NONE = 1e-6  # of an option, what is no part
-_RELAX = 0.7  # the part of the time that the linear program may take
-_TURNS = 4  # how often each node and link of a large problem has its turn, for the least peak
-_SEARCH = 0.15  # the part of the time that small steps may take
-_HELP = 0.25  # the part of the time for a search on trees, where small steps find nothing
-_MANY = 100  # nodes, from which on there may be that search
+_NONE = 1e-6  # values below this count as 0
+_RELAX = 0.7  # share of the time for the linear program
+_TURNS = 4  # how often local search visits each node and link of a large problem, for the least peak
+_SEARCH = 0.15  # share of the time for local search
+_HELP = 0.25  # share of the time for the search on trees, where local search finds nothing
+_MANY = 100  # nodes above which the search on trees may run
 
 
 class Session:
-    """A problem made small once, for several questions. Choices are those of the whole problem."""
+    """A problem presolved once, for several solver calls. Choices are those of the whole problem."""
 
-    first_part = 0.6  # of the time, for a first choice within a limit: with the rest the least peak says whether there is one
+    first_part = 0.6  # share of the time for a first choice within a limit; the rest is for the least peak, a proof of fit
 
     def __init__(self, problem: Problem, solver: str | None = None, progress: Progress | None = None) -> None:
         self.problem, self.solver, self.progress = problem, solver or solver_name(), progress
         self.reduced = reduce(problem)
-        self.large: Large | None = None  # for problems with much that is forbidden, when it is needed
-        self.known: list[tuple[int, ...]] = []  # good choices of the free nodes, for one question or another
+        self.large: Large | None = None  # for problems with many forbidden pairs, built when it is needed
+        self.known: list[tuple[int, ...]] = []  # good choices of the free nodes, from earlier solver calls
 
     @cached_property
     def model(self) -> Model:
@@ -62,7 +62,7 @@ class Session:
         return peak <= limit and seconds < math.inf and (held_limit == math.inf or held_nbytes(self.problem, whole) <= held_limit)
 
     def learn(self, choice: Sequence[int]) -> None:
-        """A choice of the whole problem that may be a good start."""
+        """Adds a choice of the whole problem as a warm start."""
         reduced = self.reduced.reduced(choice)
         if reduced is not None:
             self.known.append(reduced)
@@ -92,26 +92,26 @@ class _SolverCall:
             return self.found(proven=True)
         for choice in list(self.session.known):
             self.take(choice)
-        # Not for long: the linear program is a better guide, and may be quicker.
+        # Kept short: the linear program guides better, and may be faster.
         start = tuple(int(node.seconds.argmin()) for node in reduced.nodes)
         self.search(self.best or start, WORK // 10)
         turns = min(_TURNS * turn_work(reduced), WORK)
         if self.objective == PEAK and turns > WORK // 10 and not self.close_enough(EQUAL):
-            self.search(self.best or start, turns, stop=True)  # of a large problem's peak it is by far the slower
+            self.search(self.best or start, turns, stop=True)  # for the peak of a large problem the LP is by far slower
         if self.best is None and len(reduced.nodes) >= _MANY and Arrays.fits(self.session.problem):
             self.help(_HELP)
         if self.close_enough(EQUAL):
             return self.found(proven=True)
         if self.best is not None and time.monotonic() > self.deadline:
-            return self.found(proven=True)  # to draw up the linear program may take long
-        # Any point can be the peak. A limit is reached at few points, and those come to light (`solver/lazy_rows.py`).
+            return self.found(proven=True)  # building the linear program may take long
+        # Any point can be the peak. A limit binds at few points, and lazy rows find them (`solver/lazy_rows.py`).
         self.session.model.restart(self.units(), np.arange(len(reduced.floor) if self.objective == PEAK else 0))
         return self.found(proven=not self.relax() or self.branch())
 
     def units(self) -> dict[str, float]:
-        """Those in which what is asked for is some 1,000; where nothing is known of it, the most that there can be. Bytes are
-        whole: a finer unit would only make numbers that a solver cannot work with. So would one made for the point with the
-        least room: there may be none at all, and gigabytes elsewhere."""
+        """Units in which the objective is about 1,000; without an incumbent, its maximum. Bytes are whole, so a finer unit would
+        only make badly scaled numbers. So would a unit made for the point with the least room: that may be zero there, and
+        gigabytes elsewhere."""
         reduced, caps = self.session.reduced, self.caps()
         parts = [*reduced.nodes, *(link.costs for link in reduced.links)]
         above = np.zeros(len(reduced.floor))
@@ -140,7 +140,7 @@ class _SolverCall:
         return Found(choice=choice, phase=phase, price=self.price, proven=proven)
 
     def take(self, choice: tuple[int, ...]) -> None:
-        """The better of what is known and this, if this fits."""
+        """Keeps the choice as incumbent if it is within the limits and better."""
         if self.session.fits(choice, self.limit, self.held_limit):
             value = self.session.value(choice, self.objective)
             if value < self.value:
@@ -149,7 +149,7 @@ class _SolverCall:
                 self.tell()
 
     def search(self, choice: tuple[int, ...], work: int = WORK, *, stop: bool = False) -> None:
-        """`stop`: at a peak that none is below, whatever its seconds."""
+        """Local search. `stop`: at a peak equal to the lower bound, whatever its seconds."""
         targets = (max(self.bound, 0), self.limit) if self.objective == PEAK else (self.limit,)
         least = self.bound if stop else -math.inf
         for target in targets:
@@ -161,7 +161,7 @@ class _SolverCall:
                 break
 
     def help(self, part: float) -> None:
-        """By the search on trees, for a part of the time that is left."""
+        """Runs the search on trees for a share of the remaining time."""
         session, left = self.session, (self.deadline - time.monotonic()) * part
         if session.large is None:
             session.large = Large(session.problem)
@@ -180,7 +180,7 @@ class _SolverCall:
         return self.best is not None and self.value - self.bound <= max(gap, EQUAL) * self.value
 
     def raise_bound(self, bound: float) -> None:
-        """From a solver, in its units; rounded the safe way, and for bytes up to the next whole one."""
+        """Raises the bound to a solver's, given in its units; rounded down safely, and for bytes up to the next whole one."""
         bound *= self.session.model.units[self.objective]
         if not math.isfinite(bound):
             return
@@ -190,14 +190,14 @@ class _SolverCall:
         self.bound = max(self.bound, bound)
 
     def relax(self) -> bool:
-        """The linear program; False if not even that has a solution."""
+        """Solves the linear program; False if it is infeasible."""
         model = self.session.model
         left = _RELAX * (self.deadline - time.monotonic())
         result = relaxed(model, self.program, self.limit, seconds=left, solver=self.session.solver)
         self.size = (model.columns, model.rows, len(model.value))
         if result.status == INFEASIBLE:
             return self.best is not None
-        if result.status != OPTIMAL and self.best is not None:  # then at least as small steps can make it
+        if result.status != OPTIMAL and self.best is not None:  # improve the incumbent by local search instead
             if self.session.large is not None:
                 self.help(1.0)
             self.search_deadline = self.deadline
@@ -217,8 +217,8 @@ class _SolverCall:
         return True
 
     def choose_among(self, values: Numbers) -> None:
-        """Branch and bound over the options of which the linear program takes a part, and those of the best choice. Most nodes
-        then have one: it is quick, and where a limit binds it is better than rounding and small steps."""
+        """Branch and bound over the options with a nonzero value in the linear program, and those of the incumbent. Most nodes
+        then have one option: it is fast, and where a limit binds it beats rounding and local search."""
         if self.best is None or self.close_enough(self.gap):
             return
         model, left = self.session.model, _SEARCH * max(self.deadline - time.monotonic(), 0)
@@ -240,7 +240,7 @@ class _SolverCall:
         self.search(choice)
 
     def caps(self) -> dict[str, float]:
-        """Of bytes and seconds the most that a choice may have that is as good as the best one known."""
+        """Upper limits of bytes and seconds for a choice as good as the incumbent."""
         caps = {PEAK: self.limit, HELD: self.held_limit, SECONDS: math.inf}
         if self.best is not None:
             caps[self.objective] = min(
@@ -254,7 +254,8 @@ class _SolverCall:
         return self.session.model.program(self.objective, caps[PEAK], caps[HELD], caps[SECONDS], least)
 
     def branch(self) -> bool:
-        """Branch and bound until the gap is closed or the time is up; whether, if there is no choice, that is proven."""
+        """Branch and bound until the gap is closed or the time is up; returns whether, without a choice, infeasibility is
+        proven."""
         model = self.session.model
         while not self.close_enough(self.gap):
             left = self.deadline - time.monotonic()
@@ -281,11 +282,12 @@ class _SolverCall:
         if self.session.progress is not None:
             unit, reduced = self.session.model.units[self.objective], self.session.reduced
             if self.limit < math.inf and len(self.session.model.points) < len(reduced.floor):
-                value = self.value / unit  # for the solver's may be over the limit where there are no rows
+                value = self.value / unit  # the solver's own may exceed the limit at points without rows
             self.session.progress(self.objective, value * unit, max(bound * unit, self.bound))
 
     def over(self, choice: tuple[int, ...]) -> bool:
-        """Whether a solver's choice is over a limit after all, or at a point that had no row; it will not come back."""
+        """Whether a solver's choice exceeds a limit, by less than the tolerance or at a point without a row; a new row then
+        excludes it."""
         model, profile = self.session.model, self.session.reduced.profile(choice)
         if give_rows(model, profile, self.limit):
             return True

@@ -1,10 +1,10 @@
-"""`solve`: the best choice, and how good it is at least.
+"""`solve`: finds the optimal choice, with a proven optimality gap.
 
-    memory       the least peak z, then the least seconds with a peak of at most z (1 + slack)
-    time         the least seconds within the limit
-    redundancy   the least sum of all bytes held, each hold counted once, then the least seconds with that
+    memory       minimises the peak z, then the seconds with a peak of at most z (1 + slack)
+    time         minimises the seconds within the limit
+    redundancy   minimises the sum of all bytes held, each hold counted once, then the seconds with that
 
-The same problem gives the same choice, as long as no part of the search needs more than its share of the time.
+It is deterministic as long as no part of the search reaches its time limit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from scrimp.planner.solver.problem import Problem
 from scrimp.planner.solver.session import Session
 
 MEMORY, TIME, REDUNDANCY = "memory", "time", "redundancy"
-Left = Callable[[float], float]  # a part of the seconds that are left
-_FIRST = 0.6  # the part of the time that the first of two phases may take
+Left = Callable[[float], float]  # a share of the remaining seconds
+_FIRST = 0.6  # share of the time for the first of two phases
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """`choice`: the option of every node, by index. Bytes and seconds are what `evaluate` says of it: the peak, the first
-    point at which it is, bytes by kind there; `held_nbytes`: of all holds. `phases`: of every objective in turn the value, the
-    bound and the gap between them. `seconds_per_byte`: what one more byte would save, by the last linear program."""
+    """`choice`: the option of every node, by index. Bytes and seconds come from `evaluate`: the peak, the first point that has
+    it, bytes by kind there; `held_nbytes`: of all holds. `phases`: for each objective in turn the value, the lower bound and the
+    gap. `seconds_per_byte`: step time saved by one more byte: the dual price of the last linear program."""
 
     choice: tuple[int, ...]
     peak_nbytes: int
@@ -68,9 +68,9 @@ def solve(
     progress: Progress | None = None,
     solver: str | None = None,
 ) -> Solution:
-    """`gap`: what is good enough, as a part of the value; 0 asks for the best. `warm`, `starts`: choices to start from;
-    of those within the limit, the solution is no worse than the best. `progress` is told each better value and bound: (objective
-    of the phase, value, bound). `FitError` if nothing is within the limit."""
+    """`gap`: stop at this relative optimality gap; 0 proves optimality. `warm`, `starts`: warm starts; the solution is no worse
+    than the best of those within the limit. `progress` receives each new value and bound: (objective of the phase, value, bound).
+    Raises `FitError` if nothing is within the limit."""
     if objective not in (MEMORY, TIME, REDUNDANCY):
         raise PlanError(f"objective '{objective}': there are '{MEMORY}', '{TIME}' and '{REDUNDANCY}'")
     if not (slack >= 0 and 0 <= gap < 1 and seconds > 0):
@@ -78,21 +78,21 @@ def solve(
     begin = time.monotonic()
     session = begun(problem, solver, progress)
     for choice in starts if warm is None else (warm, *starts):
-        evaluate(problem, choice)  # says what is wrong with it
+        evaluate(problem, choice)  # raises if it is invalid
         session.learn(choice)
     return result(session, objective, problem.limit_nbytes, slack=slack, seconds=seconds, gap=gap, begin=begin)
 
 
 def begun(problem: Problem, solver: str | None, progress: Progress | None) -> Session | Large:
-    """The linear program of a large problem would not be solved in time: those have a search of their own. A named solver is used
-    whatever the size."""
+    """A session by problem size: the linear program of a large problem would not be solved in time, so those use the search on
+    trees. A named solver is used whatever the size."""
     return Large(problem, progress) if solver is None and is_large(problem) else Session(problem, solver, progress)
 
 
 def result(
     session: Session | Large, objective: str, limit_nbytes: int | None, *, slack: float, seconds: float, gap: float, begin: float
 ) -> Solution:
-    """`begin`: since when the seconds count."""
+    """`begin`: the start of the time limit."""
     limit = math.inf if limit_nbytes is None else limit_nbytes
 
     def left(part: float) -> float:
@@ -114,7 +114,7 @@ def result(
         phases.append(found.phase)
         held = found.phase.value
     found = _within(session, SECONDS, limit, left, gap, held)
-    assert found.choice is not None  # or there was an error
+    assert found.choice is not None  # else solve has raised
     phases.append(found.phase)
     peak, point, total, kinds = evaluate(session.problem, found.choice)
     return Solution(
@@ -125,12 +125,12 @@ def result(
 
 
 def _within(session: Session | Large, objective: str, limit: float, left: Left, gap: float, held: float = math.inf) -> Found:
-    """The best within a limit; if there is none, or none was found, the least peak says which."""
+    """The best choice within a limit; if none exists, or none was found, minimises the peak to tell which."""
     found = session.minimise(
         objective, limit=limit, held_limit=held, seconds=left(1.0 if session.known else session.first_part), gap=gap
     )
     if found.choice is None:
-        # How far off it is, if that is proven; else, whether there is one after all.
+        # The least peak proves that nothing fits, or turns out to fit.
         least = session.minimise(PEAK, seconds=left(_FIRST), gap=gap if found.proven else 0.0)
         if least.choice is None or least.phase.value > limit:
             raise _no_fit(session, limit, least)
@@ -142,13 +142,13 @@ def _no_fit(session: Session | Large, limit: float, least: Found) -> FitError | 
     problem = session.problem
     if least.choice is None:
         why = "every choice has a forbidden pair" if least.proven else "no choice without a forbidden pair was found in time"
-        return PlanError(f"nothing can be chosen of {len(problem.nodes)} nodes and {len(problem.edges)} edges: {why}")
+        return PlanError(f"no feasible choice for {len(problem.nodes)} nodes and {len(problem.edges)} edges: {why}")
     peak, point, _, kinds = evaluate(problem, least.choice)
     proof = "" if least.phase.status == IS_OPTIMAL else f" (none is below {_size(least.phase.bound)})"
     there = ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in kinds.items())
-    moment = problem.where[point] if problem.where else f"point {point} of {problem.points}"
+    place = problem.where[point] if problem.where else f"point {point} of {problem.points}"
     return FitError(
-        f"the least peak found is {_size(peak)}{proof}, at {moment}, the limit is {_size(limit)}: "
+        f"the least peak found is {_size(peak)}{proof}, at {place}, the limit is {_size(limit)}: "
         f"{_size(peak - limit)} too little. Held there: {there}. "
         f"Use a limit of {peak} bytes or more, more devices, or a smaller batch",
         least_nbytes=peak,

@@ -1,1 +1,1 @@
-"""A rule as data, and what follows from it."""
+"""Sharding rules as data, and the layouts that follow from them."""

@@ -1,4 +1,4 @@
-"""A rule while it is being written."""
+"""`Draft`: builds a rule step by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REALS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Draft:
-    """Factors are made with `dim`; inputs that nobody describes with `put` stay whole."""
+    """`dim` makes factors; inputs without a `put` stay unsplit."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -19,7 +19,7 @@ class Draft:
         self.inputs: dict[int, Dims] = {}
 
     def dim(self, size: int, kind: str = FREE, *, ranged: bool = False) -> tuple[int, ...]:
-        """A new factor, as the one of a dim; none for a dim of size 1."""
+        """A new factor, as the only one of a dim; none for a dim of size 1."""
         if size == 1:
             return ()
         self.factors.append(Factor(size=size, kind=kind, ranged=ranged))
@@ -29,13 +29,13 @@ class Draft:
         return tuple(self.dim(size, kind) for size in shape)
 
     def put(self, name: str, dims: Dims) -> None:
-        """Describe an argument, if it is a tensor in this call."""
+        """Describes an argument, if it is a tensor in this call."""
         index = self.call.at(name)
         if index is not None:
             self.inputs[index] = dims
 
     def stretched(self, name: str, dims: Dims) -> None:
-        """Describe an argument that is broadcast to these dims: what it lacks, or has once, is the same for all of a factor."""
+        """Describes an argument that is broadcast to these dims: dims that it lacks, or has with size 1, are not split."""
         index = self.call.at(name)
         if index is not None:
             self.inputs[index] = stretched(self.call.shapes[index], dims)
@@ -46,7 +46,7 @@ class Draft:
         linear: Iterable[Sequence[str]] = (),
         talks: Iterable[Talk] = (),
     ) -> Rule:
-        """`linear` by names; of an argument that is no tensor in this call nothing is said."""
+        """`linear`: by argument names; arguments that are no tensors in this call are ignored."""
         named = (frozenset(i for i in map(self.call.at, names) if i is not None) for names in linear)
         return self.made(outputs, linear=named, talks=talks)
 
@@ -62,8 +62,8 @@ class Draft:
         )
 
     def _may_be_parts(self, members: frozenset[int]) -> bool:
-        """Real numbers, and all of a value: one that stands twice among the inputs is in parts in both places, so that x * x is
-        not linear."""
+        """Floating-point, and all occurrences of a value: one that occurs twice among the inputs is partial in both places, so
+        that x * x is not linear."""
         names = self.call.op.inputs
         alike = all((names[i] == names[j]) <= (j in members) for i in members for j in range(len(names)))
         return alike and all(self.call.dtypes[i] in REALS for i in members)
@@ -75,7 +75,7 @@ def stretched(shape: Sequence[int], dims: Dims) -> Dims:
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape that tensors of these have together."""
+    """The broadcast shape."""
     rank = max(map(len, shapes), default=0)
     wide = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
     return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*wide, strict=True))

@@ -1,4 +1,5 @@
-"""A captured operator beside torch's own: arguments by name with defaults filled in, which of them are tensors, and the call."""
+"""Binds a captured operator to torch's schema: arguments by name with defaults filled in, which of them are tensors, and the
+call."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from scrimp.rules.core.schema_private import schema
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """`arguments` by the schema's names. A tensor stands in them as its index among `op.inputs`, wrapped in `At`."""
+    """`arguments` by the schema's names. A tensor appears as its index among `op.inputs`, wrapped in `At`."""
 
     op: Op
     arguments: Mapping[str, Any]
@@ -23,7 +24,7 @@ class Call:
     made: tuple[tuple[int, ...] | None, ...]
 
     def at(self, name: str) -> int | None:
-        """Which input an argument is."""
+        """The input index of an argument; None if it is no tensor."""
         found = self.arguments.get(name)
         return found.index if isinstance(found, At) else None
 
@@ -38,7 +39,7 @@ class Call:
         return self.shapes[index]
 
     def itemsize(self, name: str) -> int:
-        """Of the numbers that sums of this tensor are kept in: never less than float32."""
+        """Bytes of an element in a reduction of this tensor: at least float32."""
         index = self.at(name)
         assert index is not None
         return max(4, _dtype(self.dtypes[index]).itemsize)
@@ -58,7 +59,7 @@ class At:
 
 
 def bind(op: Op, values: Mapping[str, Value] | None = None) -> Call | None:
-    """None if torch has no such operator. Shapes are known only where values are given."""
+    """None if torch has no such operator. Shapes are known only if values are given."""
     found, inputs = schema(op.target), 0
     if found is None:
         return None

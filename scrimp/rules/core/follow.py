@@ -1,7 +1,8 @@
-"""A layout of one operand -> the choice that gives it, so that an operator can follow the one before it without a move.
+"""Finds the choice that gives one operand a layout, so that an operator can follow the one before it without resharding.
 
-Dims of operand and layout are both products, cut in different places: 32 rows over x meet (batch 4) (sequence 8). Factors
-of the rule are cut (`refine`) where the layout asks for it; a factor that must be a range or must be whole may refuse."""
+Dims of operand and layout are both products, cut at different places: 32 rows over x meet (batch 4) (sequence 8). Factors of the
+rule are refined (`refine`) where the layout needs it; a factor that must be a range or unsplit may prevent that.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from scrimp.layout import Layout, Mesh
 from scrimp.rules.core.layouts import Split, Sums, refine, simplest
 from scrimp.rules.core.rule import WHOLE, Dims, Rule
 
-Piece = tuple[int, str | None]  # a size, and the axis that splits it all
+Piece = tuple[int, str | None]  # a size, and the axis that splits all of it
 
 
 def follow(
     rule: Rule, operand: Dims, layout: Layout, sizes: Sequence[int], mesh: Mesh, *, index: int | None = None
 ) -> tuple[Rule, Split, Sums] | None:
-    """The rule, cut as finely as needed, and the choice for which `operand` (one of the rule's inputs or outputs) has this
-    layout, whose factors have these sizes. `index`: which input it is; without it parts of a sum cannot be followed. None if
-    there is no such choice."""
+    """The rule, refined as needed, and the choice for which `operand` (one of the rule's inputs or outputs) has this layout,
+    whose factors have these sizes. `index`: which input it is; without it partial sums cannot be followed. None if there is no
+    such choice."""
     layout, sizes = simplest(layout, sizes, mesh)
     sums: dict[str, int] = {}
     for axis in layout.partial:
@@ -55,14 +56,14 @@ def follow(
 
 
 def _pieces(axes: Sequence[str], size: int, mesh: Mesh) -> list[Piece]:
-    """A factor over axes as a factor for each axis, and what is left to each member."""
+    """A factor over axes as one factor per axis, and the local rest."""
     over = [(mesh.axis_size(axis), axis) for axis in axes]
     rest = size // prod(count for count, _ in over)
     return [*over, (rest, None)] if rest > 1 else [*over]
 
 
 def _aligned(factors: Sequence[tuple[int, int]], wanted: Sequence[Piece]) -> dict[int, list[Piece]] | None:
-    """Of each factor of a dim the pieces that it is cut into, major first; what is not said stays as it is."""
+    """The pieces of each factor of a dim, major first; factors without pieces stay as they are."""
     cut: dict[int, list[Piece]] = {factor: [] for factor, _ in factors}
     left, pieces = [list(each) for each in factors], list(wanted)
     while any(axis is not None for _, axis in pieces):
@@ -82,7 +83,7 @@ def _aligned(factors: Sequence[tuple[int, int]], wanted: Sequence[Piece]) -> dic
 
 
 def _groups(pieces: Sequence[Piece]) -> list[tuple[int, tuple[str, ...]]]:
-    """Pieces as few factors: the axes that split one, then what each member has of it."""
+    """Merges pieces into few factors: the axes that split one, then its local part."""
     starts = [at for at, (_, axis) in enumerate(pieces) if at == 0 or (axis is not None and pieces[at - 1][1] is None)]
     runs = [pieces[start:stop] for start, stop in zip(starts, [*starts[1:], len(pieces)], strict=True)]
     return [(prod(size for size, _ in run), tuple(axis for _, axis in run if axis is not None)) for run in runs]

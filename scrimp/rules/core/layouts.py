@@ -1,5 +1,5 @@
-"""A rule and a choice -> layouts. A choice says of each factor over which axes of the mesh it is split, the major axis first, and
-of each axis whether inputs are parts of a sum over it."""
+"""Computes layouts from a rule and a choice. A choice gives the mesh axes that split each factor, major axis first, and for each
+axis whether inputs are partial sums along it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from math import prod
 from scrimp.layout import Layout, Mesh
 from scrimp.rules.core.rule import FREE, SUM, WHOLE, Dims, Factor, Rule
 
-Split = Mapping[int, tuple[str, ...]]  # of a factor: its axes, major first
-Sums = Mapping[str, int]  # of an axis: which of the rule's `linear` sets of inputs comes in parts of a sum over it
+Split = Mapping[int, tuple[str, ...]]  # by factor: its axes, major first
+Sums = Mapping[str, int]  # by axis: which of the rule's `linear` sets of inputs is a partial sum along it
 
 
 def may_split(factor: Factor, members: int) -> bool:
-    """The one place that says it: all members get as much, so that their number divides the size."""
+    """The only place that decides this: shards must be equal, so the number of members divides the size."""
     return members == 1 or (factor.kind != WHOLE and factor.size > 0 and factor.size % members == 0)
 
 
@@ -25,7 +25,7 @@ def fits(rule: Rule, split: Split, mesh: Mesh) -> bool:
 
 
 def layouts(rule: Rule, split: Split, sums: Sums | None = None) -> tuple[tuple[Layout, ...], tuple[Layout | None, ...]]:
-    """The layouts of inputs and outputs, each of the shape that `factored_shape` says."""
+    """The layouts of inputs and outputs, each for its `factored_shape`."""
     sums = sums or {}
     inputs = tuple(
         _layout(dims, split, [axis for axis, chosen in sums.items() if index in rule.linear[chosen]])
@@ -36,7 +36,7 @@ def layouts(rule: Rule, split: Split, sums: Sums | None = None) -> tuple[tuple[L
 
 
 def factored_shape(rule: Rule, dims: Dims) -> tuple[int, ...]:
-    """One size for each factor of each dim; a dim without any has one of 1."""
+    """One size for each factor of each dim; a dim without factors has one of 1."""
     return tuple(size for dim in dims for size in ([rule.factors[factor].size for factor in dim] or [1]))
 
 
@@ -50,8 +50,8 @@ def choices(rule: Rule, mesh: Mesh, axis: str) -> Iterator[int]:
 
 
 def refine(rule: Rule, factor: int, sizes: Sequence[int]) -> Rule | None:
-    """The same rule with a factor taken for a product, the major one first, which keeps its index: the rows of a matrix as batch
-    times sequence. None where that cannot be: the factor must be a range, or its size is another."""
+    """The same rule with a factor split into a product, major one first, which keeps its index: the rows of a matrix as batch
+    times sequence. None where that is impossible: the factor must be a range, or the sizes do not match."""
     old = rule.factors[factor]
     if old.ranged or prod(sizes) != old.size:
         return None
@@ -85,8 +85,7 @@ def _layout(dims: Dims, split: Split, partial: Sequence[str]) -> Layout:
 
 
 def faults(rule: Rule, shapes: Sequence[Sequence[int]], made: Sequence[Sequence[int] | None]) -> list[str]:
-    """What is wrong with a rule by itself: sizes that are not those of the tensors, a talk about a factor that is not
-    "inside"."""
+    """The internal faults of a rule: factor sizes that do not match the tensors, a `Talk` of a factor that is not "inside"."""
     found = []
     for what, all_dims, all_shapes in (("input", rule.inputs, shapes), ("output", rule.outputs, made)):
         for index, (dims, wanted) in enumerate(zip(all_dims, all_shapes, strict=True)):
@@ -99,9 +98,8 @@ def faults(rule: Rule, shapes: Sequence[Sequence[int]], made: Sequence[Sequence[
 
 
 def simplest(layout: Layout, sizes: Sequence[int], mesh: Mesh) -> tuple[Layout, tuple[int, ...]]:
-    """The one form of all layouts of a tensor that give every member the same elements, with the sizes of its factors: rows split
-    over x are the same as rows seen as batch times sequence, the batch split over x. Two rules that meet at a value agree where
-    these are equal."""
+    """The canonical form of all layouts that give every member the same elements, with the sizes of its factors: rows split over
+    x are the same as batch times sequence with the batch split over x. Two rules agree on a tensor if these are equal."""
     dims: list[tuple[str, ...]] = []
     shape: list[int] = []
     counts: list[int] = []

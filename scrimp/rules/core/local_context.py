@@ -1,4 +1,4 @@
-"""One member of a mesh, before one operator: its part of each factor, and how it talks."""
+"""`Here`: one member of a mesh at one operator: its shard of each factor, and its communication."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scrimp.rules.core.call import Call
 from scrimp.rules.core.layouts import Split
 from scrimp.rules.core.rule import SUM, Dims, Rule
 
-AllReduce = Callable[[torch.Tensor, str, tuple[str, ...]], torch.Tensor]  # of what, "sum" or "max", over these axes
-Draw = Callable[[tuple[tuple[str, int], ...]], torch.Generator]  # the coordinates by which draws differ -> where to draw
+AllReduce = Callable[[torch.Tensor, str, tuple[str, ...]], torch.Tensor]  # a tensor, "sum" or "max", over these axes
+Draw = Callable[[tuple[tuple[str, int], ...]], torch.Generator]  # coordinates that distinguish draws -> generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class Here:
         return prod(map(self.mesh.axis_size, self.axes(factors)))
 
     def size(self, dim: Iterable[int]) -> int:
-        """Of a dim with these factors, here."""
+        """The local size of a dim with these factors."""
         dim = tuple(dim)
         return prod(self.rule.factors[factor].size for factor in dim) // self.count(dim)
 
     def start(self, dim: Sequence[int]) -> int:
-        """Where the own part of a dim begins."""
+        """The start of the local part of a dim."""
         place = 0
         for axis in self.axes(dim):
             place = place * self.mesh.axis_size(axis) + self.mesh.coordinate(self.rank, axis)
@@ -52,13 +52,13 @@ class Here:
         return tuple(map(self.size, dims))
 
     def of(self, name: str) -> Dims:
-        """The dims of an argument that is a tensor."""
+        """The dims of a tensor argument."""
         index = self.call.at(name)
         assert index is not None, name
         return self.rule.inputs[index]
 
     def reduce(self, tensor: torch.Tensor, how: str, factors: Iterable[int]) -> torch.Tensor:
-        """All-reduced over the members that share these factors; itself where nobody does."""
+        """All-reduces over the members that split these factors; the tensor itself where none does."""
         axes = self.axes(factors)
         return self.all_reduce(tensor, how, axes) if axes else tensor
 
@@ -66,25 +66,26 @@ class Here:
         return all(self.mesh.coordinate(self.rank, axis) == 0 for axis in self.axes(factors))
 
     def summed(self, dims: Dims) -> list[int]:
-        """The factors of sums that a tensor of these dims has not: of what is added once, the first member alone must do it."""
+        """The sum factors that a tensor of these dims lacks: an addend counts once, so only the first member along them
+        adds it."""
         held = {factor for dim in dims for factor in dim}
         return [i for i, factor in enumerate(self.rule.factors) if factor.kind == SUM and i not in held]
 
     def generator(self, dims: Dims) -> torch.Generator:
-        """For numbers of these dims: each tile has its own, replicas share theirs."""
+        """For random numbers of these dims: each tile has its own generator, replicas share one."""
         axes = self.axes(factor for dim in dims for factor in dim)
         return self.draw(tuple((axis, self.mesh.coordinate(self.rank, axis)) for axis in sorted(axes)))
 
 
 RuleOf = Callable[[Call], Rule | None]
-Literals = Callable[[Here], dict[str, Any]]  # arguments that are other numbers here
+Literals = Callable[[Here], dict[str, Any]]  # arguments with other local values
 Runs = Callable[[Here, dict[str, Any]], tuple[Any, ...]]  # by name, tensors and local literals -> outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Operators of one kind, by target. `addends`: an argument that is added once, and so is zero but on the first member of a
-    split sum. `runs`: what a member does, where it is not the operator itself with other literals."""
+    """Operators of one kind, by target. `addends`: an argument that is added once, so it is zero except on the first member of a
+    split sum. `runs`: the local function, where it is not the operator itself with other literals."""
 
     rules: Mapping[str, RuleOf]
     literals: Mapping[str, Literals]

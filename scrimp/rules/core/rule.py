@@ -1,10 +1,10 @@
-"""How an operator may be split: its dims, as products of factors.
+"""A sharding rule: an operator's dims as products of factors, and which of them may be split.
 
-    mm      i k, k j -> i j         k is summed: a split gives every member a part of the sum
-    view    (a b) c -> a (b c)      a dim that is cut up, or made of several, is a product, the major factor first
+    mm      i k, k j -> i j         k is summed: a split leaves a partial sum on every member
+    view    (a b) c -> a (b c)      a dim that is split up, or merged, is a product, the major factor first
 
-An axis of the mesh splits one factor or none; with that the layouts of all operands are known. A rule serves the costs, the
-memory and the program alike, and `proof/check.py` proves it by numbers.
+A mesh axis splits one factor or none; that fixes the layouts of all operands. The planner's costs, its memory model and the
+sharded program use the same rule, and `proof/check.py` checks it numerically.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ FREE, SUM, WHOLE, INSIDE = "free", "sum", "whole", "inside"
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """`kind`: "free": may be split; outputs without it are then alike on all members. "sum": may be split; outputs without it
-    are then parts of a sum. "whole": must not be split. "inside": may be split, and members then talk within the operator
-    (`Talk`); outputs without it are complete. `ranged`: members reckon with where theirs begins, so that each must hold a
-    range: the factor cannot be taken for a product (`refine`)."""
+    """`kind`: "free": may be split; outputs without it are then replicated. "sum": may be split; outputs without it are then
+    partial sums. "whole": must not be split. "inside": may be split, with communication within the operator (`Talk`); outputs
+    without it are complete. `ranged`: the operator needs the start of the shard, so that each member must hold a contiguous
+    range: the factor cannot be split into a product (`refine`)."""
 
     size: int
     kind: str = FREE
@@ -28,8 +28,8 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True)
 class Talk:
-    """An all-reduce inside of an operator where a factor is split: of a tensor with these factors (those which the operand has
-    whose elements travel), of so many bytes each, `times` over."""
+    """An all-reduce inside an operator where a factor is split: of a tensor with these factors, of so many bytes per element,
+    `times` over."""
 
     factor: int
     of: tuple[int, ...]
@@ -37,13 +37,13 @@ class Talk:
     times: int = 1
 
 
-Dims = tuple[tuple[int, ...], ...]  # of a tensor: of each dim its factors by index, major first; none: a dim of size 1
+Dims = tuple[tuple[int, ...], ...]  # of each dim of a tensor its factors by index, major first; none: a dim of size 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`inputs`: of each tensor among the arguments, in order; `outputs`: of each output, None where it is no tensor.
-    `linear`: sets of inputs that may be parts of a sum, all those of a set alike; outputs then are too."""
+    """`inputs`: dims of each tensor among the arguments, in order; `outputs`: of each output, None where it is no tensor.
+    `linear`: sets of inputs that may be partial sums, all those of a set together; outputs then are too."""
 
     factors: tuple[Factor, ...]
     inputs: tuple[Dims, ...]

@@ -1,4 +1,4 @@
-"""What torch says about an operator, by private names: its arguments with their defaults, and its marks."""
+"""Torch's schema of an operator, from private names: its arguments with their defaults, and its tags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """`kind`: its type in torch's own words: "Tensor", "Optional[Tensor]", "List[int]", "number". `needed`: it has no default."""
+    """`kind`: its type in torch's notation: "Tensor", "Optional[Tensor]", "List[int]", "number". `needed`: it has no default."""
 
     name: str
     default: Any
@@ -34,7 +34,7 @@ class Schema:
 
 @cache
 def schema(target: str) -> Schema | None:
-    """Of "aten.mm.default"; None if this torch has no such operator."""
+    """The schema of "aten.mm.default"; None if this torch has no such operator."""
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part, None)
@@ -60,6 +60,6 @@ def schema(target: str) -> Schema | None:
 
 
 def all_targets() -> tuple[str, ...]:
-    """Every operator that torch has now, and those of libraries that are loaded: "aten.mm.default"."""
+    """Every operator of torch, and of loaded libraries: "aten.mm.default"."""
     names = (name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names())
     return tuple(sorted(name if name.count(".") > 1 else f"{name}.default" for name in names))

@@ -2,8 +2,9 @@
 
     "i k, k j -> i j; sum k; linear 0; linear 1"
 
-One name for each dim of each tensor; `sum` and `whole` name factors, each `linear` the inputs of one set. `given dim=1` says that
-the rule is only for calls with that argument."""
+One name for each dim of each tensor; `sum` and `whole` name factors, each `linear` the inputs of one set. `given dim=1` restricts
+the rule to calls with that argument.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from scrimp.rules.core.rule import FREE, SUM, WHOLE, Dims, Rule
 
 
 def written(text: str) -> Callable[[Call], Rule | None]:
-    """The rule of a text, for every call whose tensors have such dims; None for others."""
+    """Parses a rule, for every call whose tensors have such dims; it returns None for others."""
     tensors, *notes = (part.strip() for part in text.split(";"))
     before, after = (tuple(tuple(part.split()) for part in side.split(",")) for side in tensors.split("->"))
     kinds, linear, given = dict[str, str](), list[frozenset[int]](), dict[str, str]()
@@ -53,5 +54,5 @@ def written(text: str) -> Callable[[Call], Rule | None]:
 
 
 def literal(argument: Any) -> str:
-    """An argument as it stands in a text."""
+    """An argument as text."""
     return repr(argument).replace(" ", "")

@@ -1,1 +1,1 @@
-"""The rules, one file per family of operators."""
+"""The sharding rules, one file per family of operators."""

@@ -1,6 +1,6 @@
-"""Scaled dot-product attention, as torch's kernels take it: the CPU's, and CUDA's flash, efficient and cudnn. Batch and heads
-may be split, and rows of the query unless the mask is "causal", which counts rows from the first. Rows of keys and values, and
-the width of a head, stay whole. Of a split query the gradients of keys and values are parts of a sum."""
+"""Scaled dot-product attention, for torch's kernels: the CPU's, and CUDA's flash, efficient and cudnn. Batch and heads may be
+split, and rows of the query unless the mask is "causal", which counts rows from the first. Rows of keys and values, and the head
+dim, stay unsplit. With a split query the gradients of keys and values are partial sums."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _KINDS = (_CPU, _FLASH, _EFFICIENT, _CUDNN)
 
 
 def _operands(call: Call, draft: Draft, kind: str, *, backward: bool) -> tuple[Dims, Dims, Dims, Dims, Dims]:
-    """Of query, key, value, result and log-sum-exp. Where heads share keys, as many heads of the query as share one stay with
-    it."""
+    """Dims of query, key, value, result and log-sum-exp. With grouped queries, the query heads of one key head stay together."""
     batch, heads, rows, width = call.shape("query")
     shared = call.shape("key")[1]
     b, h = draft.dim(batch), draft.dim(shared)
@@ -43,7 +42,7 @@ def _forward(kind: str, call: Call) -> Rule | None:
         return None  # the kernel draws by the whole shape
     draft = Draft(call)
     *_, out, log_sum = _operands(call, draft, kind, backward=False)
-    # States of draws and lengths are the same for all; nothing depends on them without dropout.
+    # Random states and lengths are the same for all; without dropout nothing depends on them.
     rest = [None if made is None else draft.dims(made, WHOLE) for made in call.made[2:]]
     return draft.rule(out, log_sum, *rest)
 

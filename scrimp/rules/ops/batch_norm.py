@@ -1,5 +1,5 @@
-"""Batch norm on one member of several that share the batch: sums per channel are all-reduced, the rest is local. The mean first
-and then the squares of what is off it, because a difference of two large sums would lose digits."""
+"""Batch norm on one of several members that share the batch: sums per channel are all-reduced, the rest is local. First the mean,
+then the squared deviations from it, because a difference of two large sums would lose digits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _backward(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _kept(given: dict[str, Any]) -> torch.dtype:
-    """In which dtype torch keeps statistics: that of the weights, and on CUDA never less than float32."""
+    """The dtype in which torch keeps statistics: that of the weights, and on CUDA at least float32."""
     like = next(given[name] for name in ("weight", "bias", "running_mean", "input") if given.get(name) is not None)
     return _high(like).dtype if like.is_cuda else like.dtype
 

@@ -1,4 +1,4 @@
-"""Matrix products and convolutions: a dim of both operands that the result has not is summed."""
+"""Matmuls and convolutions: a dim of both operands that is not in the result is summed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _linear(call: Call) -> Rule:
 
 
 def _channels(call: Call, draft: Draft, *, into: str, out_of: str) -> tuple[Dims, Dims, Dims, Dims]:
-    """Input, weight, output and bias of a convolution. Groups are a factor of both channels; positions stay whole."""
+    """Input, weight, output and bias of a convolution. Groups are a factor of both channels; spatial positions stay unsplit."""
     groups, weight = call.arguments["groups"], call.shape("weight")
     n, g = draft.dim(call.shape("input")[0], into), draft.dim(groups)
     per_input, per_output = call.shape("input")[1] // groups, weight[1] if call.arguments["transposed"] else weight[0] // groups
@@ -60,8 +60,8 @@ def _convolution(call: Call) -> Rule | None:
 
 
 def _convolution_backward(call: Call) -> Rule | None:
-    """The gradient of the input sums over the output's channels, those of weight and bias over the batch. The bias' gradient
-    knows nothing of the input's channels: where these are split all members have it alike."""
+    """The gradient of the input sums over the output's channels, those of weight and bias over the batch. The bias's gradient
+    does not have the input's channels: where these are split it is replicated."""
     if len(call.shape("input")) != len(call.shape("weight")):
         return None
     draft = Draft(call)

@@ -1,4 +1,4 @@
-"""Operators that make tensors of nothing: members make their part. What draws does so by tile; replicas draw alike."""
+"""Operators that create tensors: each member makes its shard. Random ones draw by tile; replicas draw the same numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANDOM = frozenset({*_DRAWN, *_DRAWN_LIKE, "aten.native_dropout.default"})
 
 
 def _made(call: Call) -> Rule | None:
-    """Of a tensor that only lends its dtype any part will do."""
+    """A tensor argument that only gives the dtype may have any layout."""
     if call.made[0] is None:
         return None
     draft = Draft(call)
@@ -53,7 +53,7 @@ def _local_size(here: Here) -> dict[str, Any]:
 
 
 def _run_counting(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
-    """The whole is made and the own part taken: these are small."""
+    """Makes the whole tensor and slices the local part: these are small."""
     (whole,) = here.call.run(given)
     dims = here.rule.outputs[0]
     assert dims is not None

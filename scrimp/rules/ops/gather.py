@@ -1,6 +1,6 @@
-"""Looking rows up, and adding to rows. A member that holds a range of the rows looks up those in its range and has zeros for
-the others, so that the results are parts of a sum; a row that is written goes to the member that holds it. Where indices are
-split and rows are added up, every member's rows are parts of a sum."""
+"""Lookups of rows, and additions to rows. A member with a range of the rows looks up those in its range and has zeros for the
+others, so that the results are partial sums; a written row goes to the member that holds it. Where indices are split and rows are
+added, every member's rows are partial sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def embedding_rule(call: Call) -> Rule:
 
 def embedding_backward_rule(call: Call) -> Rule:
     draft = Draft(call)
-    counted = call.arguments["scale_grad_by_freq"]  # by how often a row is met in all of the batch
+    counted = call.arguments["scale_grad_by_freq"]  # by a row's frequency in the global batch
     i = draft.dims(call.shape("indices"), WHOLE if counted else SUM)
     v, c = draft.dim(call.arguments["num_weights"], ranged=True), draft.dim(call.shape("grad_output")[-1])
     draft.put("grad_output", (*i, c))
@@ -31,8 +31,8 @@ def embedding_backward_rule(call: Call) -> Rule:
 
 
 def indexed(call: Call) -> tuple[list[int], list[int], tuple[int, ...], int] | None:
-    """Of `index` and its kin: which dims are looked up, the inputs that say where, the shape these have together, and where it
-    stands in the result. None where an index is a mask, whose result has a shape that the data decide."""
+    """Of `index` and its variants: the indexed dims, the inputs that hold the indices, their broadcast shape, and its position in
+    the result. None where an index is a mask, whose result shape depends on the data."""
     if "dim" in call.arguments:
         at = call.at("index")
         assert at is not None
@@ -71,7 +71,7 @@ def index_rule(call: Call) -> Rule | None:
 
 
 def index_put_rule(call: Call) -> Rule | None:
-    """`index_put` and `index_add`: without adding, what is written last stays, so that indices must be whole."""
+    """`index_put` and `index_add`: without accumulation the last write wins, so that indices must not be split."""
     found = indexed(call)
     if found is None:
         return None
@@ -93,7 +93,7 @@ def index_put_rule(call: Call) -> Rule | None:
 
 
 def gather_rule(call: Call) -> Rule | None:
-    """`gather`, `scatter` and `scatter_add`. Dims that are not looked up are shared where index and tensor agree in size."""
+    """`gather`, `scatter` and `scatter_add`. Other dims are shared where index and tensor have the same size."""
     whole, places, name = call.shape("self"), call.shape("index"), call.op.target.split(".")[1]
     if not whole or not places:
         return None
@@ -126,7 +126,7 @@ def gather_rule(call: Call) -> Rule | None:
 
 def one_hot_rule(call: Call) -> Rule | None:
     if call.arguments["num_classes"] < 0:
-        return None  # the data decide the shape
+        return None  # the shape depends on the data
     draft = Draft(call)
     i = draft.dims(call.shape("self"))
     draft.put("self", i)
@@ -134,7 +134,7 @@ def one_hot_rule(call: Call) -> Rule | None:
 
 
 def table_dim(call: Call, rank: int) -> int:
-    """The one dim whose rows are looked up or written; only where it is one can it be split."""
+    """The one dim whose rows are looked up or written; it can be split only if it is the only one."""
     if call.op.target.startswith("aten.embedding"):
         return 0
     if "dim" in call.arguments:
@@ -143,7 +143,7 @@ def table_dim(call: Call, rank: int) -> int:
 
 
 def own_rows(here: Here, dims: Dims, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices counted from the own first row, and which are of own rows."""
+    """Indices relative to the first local row, and which of them are local."""
     rows = dims[table_dim(here.call, len(dims))]
     size = here.size(rows)
     if not here.call.op.target.startswith("aten.embedding"):

@@ -1,4 +1,4 @@
-"""What a member does that holds a range of the rows which are looked up or written."""
+"""The local functions of members that hold a range of the rows of a lookup or a write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _split_rows(here: Here, dims: Dims) -> bool:
 
 
 def _where(given: dict[str, Any]) -> tuple[str, torch.Tensor]:
-    """The one argument that says which rows."""
+    """The one argument that holds the indices."""
     for name in ("index", "indices"):
         if isinstance(given.get(name), torch.Tensor):
             return name, given[name]
@@ -39,7 +39,7 @@ def _with(given: dict[str, Any], name: str, index: torch.Tensor) -> dict[str, An
 
 
 def _look_up(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
-    """Rows of others are zeros."""
+    """Rows of other members are zeros."""
     table = "weight" if here.call.at("weight") is not None else "self"
     dims = here.of(table)
     if not _split_rows(here, dims):
@@ -55,7 +55,7 @@ def _look_up(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _write(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
-    """Rows of others go to one more row, which is then left out."""
+    """Rows of other members go to one extra row, which is then dropped."""
     dims = here.of("self")
     if not _split_rows(here, dims):
         return here.call.run(given)
@@ -70,7 +70,7 @@ def _write(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _embedding_backward(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
-    """The row that is left out is the padding's too, of which there is no gradient."""
+    """The dropped row also takes the padding index, which has no gradient."""
     dims = here.rule.outputs[0]
     assert dims is not None
     if here.count(dims[0]) == 1:

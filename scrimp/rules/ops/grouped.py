@@ -1,9 +1,9 @@
-"""Products of groups of rows with a matrix each, as experts have them. `offs` says where each group of rows ends.
+"""Grouped matmuls, as experts use them. `offs` holds the end of each group of rows.
 
     rows   i k, g k j -> i j     rows of a group with its matrix: where groups are split, rows of other members' groups are zeros
     sums   i s, s j -> g i j     the gradient of these matrices: every group sums over its own s
 
-All members have all of `offs`: it is small, and where a group begins stands in the entry before its own.
+All members hold all of `offs`: it is small, and a group's start is in the entry before its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _rule(call: Call) -> Rule | None:
 
 
 def _run(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
-    """Groups end where they end within the own range; what lies before the first own group is no part of it."""
+    """Clips the groups' ends to the local range; rows before the first local group do not count."""
     if given["offs"] is None:
         return (_product(here.call, given),)
     rows = given["mat2"].dim() == 3
@@ -67,7 +67,7 @@ def _run(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _product(call: Call, given: dict[str, Any]) -> torch.Tensor:
-    """Its kernels want rows of multiples of 16 bytes, which a part need not have."""
+    """The kernels need rows of multiples of 16 bytes, so shards are padded."""
     left, right = given["self"], given["mat2"]
     unit = _ALIGNED // left.element_size()
     inner, columns = -left.shape[-1] % unit, -right.shape[-1] % unit

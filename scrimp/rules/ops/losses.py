@@ -1,5 +1,5 @@
-"""Losses: the negative log-likelihood, and those of pairs of numbers. A mean over split rows is the sum of all over the count
-of all (ignored labels do not count); a member that holds a range of the classes takes the labels in its range, and ignores the
+"""Losses: negative log-likelihood, and element-wise losses. A mean over split rows is the global sum over the global count
+(ignored labels do not count); a member that holds a range of the classes handles the labels in its range, and ignores the
 others."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from scrimp.rules.core.call import Call
 from scrimp.rules.core.local_context import Here, family
 from scrimp.rules.core.rule import FREE, INSIDE, SUM, Rule, Talk
 
-_NONE, _MEAN, _SUM = 0, 1, 2  # as torch numbers reductions
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
 _IGNORED = -100  # not a class, wherever the range begins
 
 
 def _forward(call: Call) -> Rule:
-    """Loss and count come out complete: two numbers travel."""
+    """Loss and count are all-reduced: two numbers."""
     draft, shape, each = Draft(call), call.shape("self"), call.arguments["reduction"] == _NONE
     at = 0 if len(shape) == 1 else 1
     dims = tuple(
@@ -50,7 +50,7 @@ def _backward(call: Call) -> Rule:
 
 
 def _own(here: Here, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels as classes of the own range, and which of them are; the others are 0."""
+    """Labels relative to the local range of classes, and which of them are in it; the others are 0."""
     dims, target = here.of("self"), given["target"]
     classes = dims[0 if len(dims) == 1 else 1]
     start = here.start(classes)
@@ -69,7 +69,7 @@ def _run_forward(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     losses = torch.where(hit, -x.gather(at, labels.unsqueeze(at)).squeeze(at) * weights, 0)
     if given["reduction"] == _NONE:
         return here.reduce(losses, "sum", dims[at]), x.new_zeros(())
-    # Each row counts at the member that holds its class, so that one sum over all members is right with weights and without.
+    # Each row counts on the member that holds its class, so that one sum over all members is right with weights and without.
     count = here.reduce(torch.where(hit, weights, 0).sum(), "sum", [*rows, *dims[at]])
     total = here.reduce(losses.sum(), "sum", [*rows, *dims[at]])
     return total / count if given["reduction"] == _MEAN else total, count.to(x.dtype)
@@ -81,7 +81,7 @@ def _run_backward(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _elementwise(call: Call) -> Rule:
-    """Of two tensors of one shape. A mean is parts of a sum as well: each member divides by the count of all."""
+    """Of two tensors of one shape. A mean is a partial sum as well: each member divides by the global count."""
     backward, each = call.at("grad_output") is not None, call.arguments["reduction"] == _NONE
     draft = Draft(call)
     dims = draft.dims(call.shape("self"), FREE if backward or each else SUM)

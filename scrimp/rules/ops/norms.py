@@ -1,6 +1,6 @@
-"""Normalisation. Layer, root-mean-square and group norms keep what they normalise whole; rows, and groups, may be split, and
-gradients of weights are then parts of a sum over the rows. Batch norm normalises over the batch itself: where that is split
-members talk."""
+"""Normalisation. Layer, RMS and group norms do not split the dims they normalise; rows, and groups, may be split, and gradients
+of weights are then partial sums over the rows. Batch norm normalises over the batch itself: where that is split, members
+communicate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scrimp.rules.core.local_context import Here, family
 from scrimp.rules.core.rule import FREE, INSIDE, SUM, WHOLE, Dims, Rule, Talk
 from scrimp.rules.ops.batch_norm import BATCH_NORM_RUNS
 
-Of = Callable[[Call, Draft, str], tuple[Dims, Dims, Dims]]  # of the input, of what is normalised, of the statistics
+Of = Callable[[Call, Draft, str], tuple[Dims, Dims, Dims]]  # dims of the input, of the normalised part, of the statistics
 
 
 def _rows(call: Call, draft: Draft, kind: str) -> tuple[Dims, Dims, Dims]:
-    """Of the input, of what is normalised, and of the statistics."""
+    """Dims of the input, of the normalised part, and of the statistics."""
     shape, inner = call.shape("input"), len(call.arguments["normalized_shape"])
     rows = draft.dims(shape[: len(shape) - inner], kind)
     normalised = draft.dims(shape[len(shape) - inner :], WHOLE)
@@ -64,7 +64,7 @@ def _local_groups(here: Here) -> dict[str, Any]:
 
 
 def _batch_norm(call: Call) -> Rule | None:
-    """In training; the statistics come out complete. In evaluation each number is by itself."""
+    """In training the statistics are all-reduced. In evaluation it is element-wise."""
     training = call.arguments.get("training", not call.op.target.endswith("no_training.default"))
     if training and call.op.target == "aten.native_batch_norm.default" and call.at("running_mean") is not None:
         return None  # writes into its operands

@@ -1,4 +1,4 @@
-"""Operators that make each number of the result of one number of each operand, broadcast. Torch itself says which those are."""
+"""Element-wise operators with broadcasting. Torch's own tags identify them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNMARKED = (
     "aten.where.ScalarOther",
     "aten.where.ScalarSelf",
 )
-# Of which arguments together a sum may pass through, by name: f(a + b) = f(a) + f(b), all else being the same.
+# By name, the arguments in which together the operator is linear: f(a + b) = f(a) + f(b), all others being fixed.
 _ALONE = ("self",)
 _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     "add.Tensor": (("self", "other"),),
@@ -59,7 +59,7 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def is_pointwise(target: str) -> bool:
-    """By torch's own mark. Not what draws, and not what writes into its operands."""
+    """By torch's own tag; without those that draw random numbers or write into their operands."""
     found = schema(target)
     return found is not None and (found.pointwise or target in UNMARKED) and not found.writes and not found.draws
 
@@ -79,8 +79,8 @@ def _linear(call: Call) -> tuple[tuple[str, ...], ...]:
     if name == "_to_copy.default":
         return (_ALONE,) if _to_float(call) else ()
     if name in ("add.Tensor", "sub.Tensor") and call.at("other") is None:
-        return ()  # a number would be added once by each
-    if name == "copy.default":  # a sum that is cut to whole numbers is another than that of its parts
+        return ()  # every member would add the number
+    if name == "copy.default":  # a rounded sum differs from the sum of rounded parts
         return (("src",),) if call.dtypes[call.at("self") or 0] in REALS else ()
     if name == "masked_fill.Scalar":
         return (_ALONE,) if call.arguments["value"] == 0 else ()
@@ -100,7 +100,7 @@ def _dropout(call: Call) -> Rule:
 
 
 def _run_dropout(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
-    """The operator draws from the process' one state; here each tile has draws of its own, and replicas the same."""
+    """The operator draws from the process's global state; here each tile has its own generator, and replicas share one."""
     x, p = given["input"], given["p"]
     if given["train"] is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)

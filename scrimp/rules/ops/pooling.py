@@ -1,4 +1,4 @@
-"""Pooling and resizing of images: batch and channels are by themselves, places stay whole."""
+"""Pooling and resizing of images: batch and channels may be split, spatial dims not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scrimp.rules.core.rule import WHOLE, Dims, Rule
 
 
 def _pool(spatial: int, call: Call) -> Rule | None:
-    """All tensors have the same dims before the last ones, which are the places."""
+    """All tensors share the dims before the spatial ones."""
     if any(len(shape) < spatial for shape in call.shapes):
         return None
     draft, leading = Draft(call), call.shapes[0][: len(call.shapes[0]) - spatial]

@@ -1,5 +1,5 @@
-"""Reductions over dims. A sum over a split dim leaves parts of a sum; a largest or an "any" is all-reduced; what needs all of a
-dim at once (order, products, scans) keeps it whole. A mean is the local sum over the count of all."""
+"""Reductions over dims. A sum over a split dim leaves a partial sum; a maximum or an "any" is all-reduced; operators that need
+all of a dim at once (sorts, products, scans) do not split it. A mean is the local sum divided by the global count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scrimp.rules.core.rule import FREE, INSIDE, SUM, WHOLE, Dims, Rule, Talk
 
 
 def reduced(call: Call, rank: int) -> set[int]:
-    """The dims that an operator's `dim` names; all where it names none."""
+    """The dims in an operator's `dim` argument; all where it is absent."""
     dim = call.arguments.get("dim")
     if dim is None or dim == ():
         return set(range(rank))
@@ -39,7 +39,7 @@ def _reduction(kind: str, call: Call, linear: bool = False) -> Rule:
 
 
 def _histogram(call: Call) -> Rule:
-    """Counts of parts add up, unless the data say where the first bin begins."""
+    """Counts of shards add up, unless the bins depend on the data."""
     draft, made = Draft(call), call.made[0]
     by_data = call.arguments["min"] == call.arguments["max"]
     draft.put("self", draft.dims(call.shape("self"), WHOLE if by_data else SUM))
@@ -47,7 +47,7 @@ def _histogram(call: Call) -> Rule:
 
 
 def _along(call: Call, *, linear: bool) -> Rule | None:
-    """Scans and orders: the results have all of the dims, the one that is worked along being whole."""
+    """Scans and sorts: the results keep all dims, and the dim they run along is not split."""
     rank, made = len(call.shape("self")), call.made[0] or (call.made[-1] if call.made else None)
     along = call.arguments["dim"] % max(rank, 1)
     if made is None:
@@ -73,7 +73,7 @@ def _run_mean(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _run_extreme(how: str, here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
-    """Of a smallest and an "all" the opposite's largest is taken."""
+    """A minimum and an "all" are the maximum of the negated values."""
     (local,) = here.call.run(given)
     dims = here.of("self")
     split = [factor for index in sorted(reduced(here.call, len(dims))) for factor in dims[index]]

@@ -1,4 +1,4 @@
-"""All operators that have a rule."""
+"""All operators that have a sharding rule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scrimp.rules.ops.views import VIEWS
 FAMILIES: tuple[Family, ...] = (
     CONTRACTION, GROUPED, ATTENTION, POINTWISE, REDUCTIONS, SOFTMAX, LOSSES, NORMS, VIEWS, PIECES, GATHER, FACTORIES, POOLING,
 )  # fmt: skip
-# Found by `discover`, as it writes them.
+# Found by `discover`, in the form it prints.
 DISCOVERED: dict[str, str] = {
     "aten.dot.default": "a, a -> ; sum a; linear 0; linear 1",
     "aten.mv.default": "a b, b -> a; sum b; linear 0; linear 1",
@@ -39,23 +39,24 @@ _RULES |= {target: written(text) for target, text in DISCOVERED.items()}
 
 
 def learn(line: str) -> str:
-    """A rule as `discover` writes it, for this process: of an operator of one's own, or until it is in the table. Its target."""
+    """Registers a rule in the form that `discover` prints, for this process: for a custom operator, or until it is in the table.
+    Returns its target."""
     try:
         found = literal_eval("{" + line + "}")
         ((target, text),) = found.items()
         _RULES[target] = written(text)
     except (SyntaxError, ValueError, AttributeError, KeyError) as error:
-        raise ScrimpError(f"{line!r} is no rule as `scrimp rules discover` prints them: {error}") from error
+        raise ScrimpError(f"{line!r} is not a rule as `scrimp rules discover` prints it: {error}") from error
     return str(target)
 
 
 def rule_of(op: Op, values: Mapping[str, Value]) -> Rule | None:
-    """How an operator may be split; None if nothing is known, and it must run whole."""
+    """The operator's sharding rule; None if it has none, and must run unsharded."""
     rule = _RULES.get(op.target) or (pointwise if is_pointwise(op.target) else None)
     call = None if rule is None else bind(op, values)
     return None if rule is None or call is None else rule(call)
 
 
 def known_targets() -> frozenset[str]:
-    """Those with a rule by name; all that torch marks as pointwise have one besides."""
+    """Those with a rule by name; all operators that torch tags as pointwise have one besides."""
     return frozenset(_RULES)

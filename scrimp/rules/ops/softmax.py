@@ -1,5 +1,5 @@
-"""Softmax, its logarithm, and their backwards. Where the dim that is normalised is split, members all-reduce the largest and
-the sum of the exponentials (backward: one sum): numbers per row, and never the row."""
+"""Softmax, log-softmax, and their backwards. Where the normalised dim is split, members all-reduce the maximum and the sum of the
+exponentials (backward: one sum): numbers per row, never the row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rule(call: Call) -> Rule:
 
 
 def _along(here: Here, name: str) -> tuple[int, tuple[int, ...]]:
-    """The dim that is normalised, and its factors."""
+    """The normalised dim, and its factors."""
     dims = here.of(name)
     along = here.call.arguments["dim"] % max(len(dims), 1)
     return along, dims[along] if dims else ()

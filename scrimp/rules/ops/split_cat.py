@@ -1,6 +1,6 @@
-"""Operators that cut a dim into pieces or put pieces together. Where all cuts fall on multiples of a size g, the dim is a
-product: of blocks of g, and of the places inside of a block. The blocks stay whole, the inside may be split: a fused
-query-key-value of 3 x 64 is cut into its three with each of them split over members."""
+"""Operators that split a dim into pieces or concatenate pieces. Where all cuts fall on multiples of a size g, the dim is a
+product: of blocks of g, and of positions inside a block. The blocks stay unsplit, the inside may be split: a fused
+query-key-value of 3 x 64 is cut into its three with each of them sharded."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _at(dims: Dims, at: int, dim: tuple[int, ...]) -> Dims:
 
 
 def _range(call: Call, size: int) -> tuple[int, int, int]:
-    """Start, end and length of a slice, as Python reads it."""
+    """Start, end and length of a slice, with Python's semantics."""
     start, end, step = slice(call.arguments["start"], call.arguments["end"], call.arguments["step"]).indices(size)
     return start, max(start, end), len(range(start, end, step))
 
 
 def _slice(call: Call) -> Rule:
-    """And its backward, which puts the gradient where it was taken from."""
+    """Also its backward, which writes the gradient to the slice's position."""
     backward = call.op.target == "aten.slice_backward.default"
     whole = tuple(call.arguments["input_sizes"]) if backward else call.shape("self")
     at = call.arguments["dim"] % len(whole)
@@ -50,7 +50,7 @@ def _slice(call: Call) -> Rule:
 
 
 def _local_slice(here: Here) -> dict[str, Any]:
-    """Start and end fall on blocks, of which the own is a part of each."""
+    """Start and end fall on blocks, of each of which the member holds a part."""
     backward = here.call.op.target == "aten.slice_backward.default"
     dims = here.rule.outputs[0] if backward else here.of("self")
     assert dims is not None
@@ -78,7 +78,7 @@ def _select_backward(call: Call) -> Rule:
 
 
 def _scatter_pieces(call: Call) -> Rule:
-    """`slice_scatter` and `select_scatter`: a tensor with a piece of it replaced."""
+    """`slice_scatter` and `select_scatter`: replace a piece of a tensor."""
     shape, draft = call.shape("self"), Draft(call)
     at = call.arguments["dim"] % len(shape)
     dims = tuple(draft.dim(size, WHOLE if index == at else FREE) for index, size in enumerate(shape))
@@ -91,7 +91,7 @@ def _scatter_pieces(call: Call) -> Rule:
 
 
 def _sizes(call: Call) -> tuple[int, ...]:
-    """Of the pieces of a split."""
+    """The sizes of the pieces of a split."""
     total = call.shape("self")[call.arguments["dim"] % len(call.shape("self"))]
     if "split_sizes" in call.arguments:
         return tuple(call.arguments["split_sizes"])
@@ -117,7 +117,7 @@ def _local_split(here: Here) -> dict[str, Any]:
 
 
 def _cat(call: Call) -> Rule | None:
-    """And `stack`, whose new dim stays whole."""
+    """Also `stack`, whose new dim stays unsplit."""
     places = [index for index in call.all_at("tensors") if index is not None]
     shapes = [call.shapes[index] for index in places]
     if len({len(shape) for shape in shapes}) > 1:
@@ -153,7 +153,7 @@ def _pad(call: Call) -> Rule:
 
 
 def _pads(call: Call, rank: int, at: int) -> tuple[int, int]:
-    """Before and after a dim; torch counts dims from the last."""
+    """Padding before and after a dim; torch counts dims from the last."""
     place = 2 * (rank - 1 - at)
     before, after = call.arguments["pad"][place : place + 2]
     return before, after

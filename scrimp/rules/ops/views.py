@@ -1,5 +1,5 @@
-"""Operators that only say the shape anew, turn dims, or repeat what is there. A dim that is cut up, or made of several, is a
-product of factors: 128 x 192 seen as 4 x 32 x 3 x 64 is (4 32) (3 64), and each of the four may be split."""
+"""Reshapes, permutations and repeats. A dim that is split up or merged is a product of factors: 128 x 192 viewed as 4 x 32 x 3 x
+64 is (4 32) (3 64), and each of the four may be split."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SELF = [("self",)]
 
 
 def regroup(draft: Draft, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
-    """The dims of two shapes of as many elements, in the factors that they share. Where cuts of one do not nest in the other's,
-    as in 6 x 4 -> 8 x 3, the common major part (2) is shared, and the rest of either stays whole."""
+    """The dims of two shapes with equally many elements, in the factors that they share. Where their cuts do not nest, as in 6 x
+    4 -> 8 x 3, the common major part (2) is shared, and the rest of either stays unsplit."""
     dims: tuple[list[list[int]], list[list[int]]] = ([[] for _ in source], [[] for _ in target])
     if 0 in source:
         return draft.dims(source, WHOLE), draft.dims(target, WHOLE)
@@ -45,7 +45,7 @@ def regroup(draft: Draft, source: Sequence[int], target: Sequence[int]) -> tuple
 def _keep_whole(
     draft: Draft, dims: tuple[list[list[int]], list[list[int]]], left: tuple[list[list[int]], list[list[int]]]
 ) -> None:
-    """Take dims from both sides until they have as many elements; none of these is shared."""
+    """Takes dims from both sides until they have equally many elements; none of these is shared."""
     taken = [1, 1]
     while True:
         side = 0 if taken[0] <= taken[1] else 1
@@ -96,7 +96,7 @@ def _squeeze(call: Call) -> Rule:
 
 
 def _expand(call: Call) -> Rule:
-    """A dim that is made wider is the same all along: members make their part of it."""
+    """An expanded dim repeats one value: members make their part of it."""
     shape, size, draft = call.shape("self"), call.arguments["size"], Draft(call)
     dims, new = draft.dims(shape), len(size) - len(shape)
     draft.put("self", dims)
@@ -116,7 +116,7 @@ def _repeat(call: Call) -> Rule:
 
 
 def _mirrored(call: Call) -> Rule:
-    """Places along these dims change: flip, roll, and the triangles."""
+    """Positions along these dims change: flip, roll, and the triangles."""
     shape, draft, name = call.shape("self"), Draft(call), call.op.target.split(".")[1]
     last = tuple(range(len(shape)))[-2:]
     touched = {dim % len(shape) for dim in (last if name in ("tril", "triu") else call.arguments["dims"] or range(len(shape)))}
@@ -135,7 +135,7 @@ def _local_repeats(here: Here) -> dict[str, Any]:
 
 
 def _run_view(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
-    """A tile of a tensor need not lie as the whole does, so that a copy may be needed where the whole needs none."""
+    """A tile need not have the strides of the whole tensor, so a copy may be needed where the whole needs none."""
     return (given["self"].reshape(here.shape(here.rule.outputs[0])),)
 
 
@@ -155,6 +155,6 @@ VIEWS = family(
         "aten.repeat.default": _repeat,
     },
     literals={"aten.expand.default": partial(_to_local_shape, "size"), "aten.repeat.default": _local_repeats},
-    # A dim of 2 that is split in two has size 1, and must not be squeezed away.
+    # A dim of 2 that is split in two has size 1 locally, and must not be squeezed.
     runs=dict.fromkeys((*_VIEWS, *_SQUEEZES), _run_view),
 )

@@ -1,1 +1,1 @@
-"""The proof of a rule by numbers."""
+"""Numeric proofs of sharding rules."""

@@ -1,6 +1,6 @@
-"""The proof of a rule by numbers: run an operator whole; cut its operands as a rule and a choice say, run each member's part,
-put the results together; compare. All members are threads of this process, so that those which talk inside of an operator
-meet."""
+"""Checks a sharding rule numerically: runs an operator unsharded; shards its operands by a rule and a choice, runs each member's
+part, joins the results, and compares. All members are threads of this process, so that operators with internal communication
+work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scrimp.rules.proof.random_inputs import sample
 
 _PATIENCE_SECONDS = 60
 _HIGH = "float64"
-_NOT_HIGH = ("aten._grouped_mm.default",)  # which torch has for lower precisions alone
+_NOT_HIGH = ("aten._grouped_mm.default",)  # which torch has only for lower precisions
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
@@ -41,8 +41,8 @@ def check(
     floats: str = _HIGH,
     device: str = "cpu",
 ) -> list[str]:
-    """What is wrong; nothing if the rule (the operator's own, if none is given) is right for this choice. Real numbers are all
-    made `floats`, whatever the values say: only the split is on trial."""
+    """The faults; empty if the rule (by default the operator's own) is right for this choice. All floating-point tensors get the
+    dtype `floats`, whatever the values say: the check is of the split alone."""
     rule = rule or rule_of(op, values)
     floats = "float32" if floats == _HIGH and op.target in _NOT_HIGH else floats
     call = bind(_made_of(op, floats, device), values)
@@ -61,7 +61,7 @@ def check(
     ]
     try:
         made = _run_all(call.op, rule, split, mesh, parts, device)
-    except Exception as error:  # whatever it is, the rule is to blame: the whole ran
+    except Exception as error:  # the unsharded operator ran, so any error is the rule's
         return [f"{op.target}: a member failed: {error}"]
     joined: list[torch.Tensor | None] = []
     for index, (dims, layout) in enumerate(zip(rule.outputs, after, strict=True)):
@@ -78,7 +78,7 @@ def check(
 
 
 def _made_of(op: Op, floats: str, device: str) -> Op:
-    """The operator with every real dtype among its arguments replaced, and the device."""
+    """The operator with the device and every floating-point dtype among its arguments replaced."""
 
     def changed(argument: Any) -> Any:
         if isinstance(argument, Named):
@@ -91,7 +91,7 @@ def _made_of(op: Op, floats: str, device: str) -> Op:
 
 
 def _cut(tensor: torch.Tensor, rule: Rule, dims: Dims, layout: Layout, mesh: Mesh, seed: int) -> list[torch.Tensor]:
-    """Of each member its part."""
+    """The shard of each member."""
     shape, summands = factored_shape(rule, dims), prod(map(mesh.axis_size, layout.partial))
     noise = torch.Generator().manual_seed(seed + 1)
     pieces = [torch.randn(tensor.shape, generator=noise, dtype=torch.float64).to(tensor) for _ in range(summands - 1)]
@@ -105,7 +105,7 @@ def _cut(tensor: torch.Tensor, rule: Rule, dims: Dims, layout: Layout, mesh: Mes
 
 
 def _summand(layout: Layout, mesh: Mesh, rank: int) -> int:
-    """Which part of the sum a member holds."""
+    """The index of a member's summand."""
     place = 0
     for axis in layout.partial:
         place = place * mesh.axis_size(axis) + mesh.coordinate(rank, axis)
@@ -120,7 +120,7 @@ def _local_shape(dims: Dims, sizes: Sequence[int]) -> list[int]:
 def _join(
     local: Sequence[Any], rule: Rule, dims: Dims, layout: Layout, mesh: Mesh, *, compare: bool
 ) -> tuple[list[str], torch.Tensor | None]:
-    """The whole of what members hold, and what is wrong with it: shapes, or replicas that differ."""
+    """Joins the shards, and lists faults: wrong shapes, or replicas that differ."""
     shape = factored_shape(rule, dims)
     held: dict[tuple[Any, int], torch.Tensor] = {}
     for rank, tensor in enumerate(local):
@@ -152,7 +152,7 @@ def _differences(got: torch.Tensor | None, wanted: Any, floats: str) -> list[str
 
 
 def _drawn(call: Call, inputs: Sequence[torch.Tensor], joined: Sequence[torch.Tensor | None]) -> list[str]:
-    """Dropout draws other numbers than the whole does, but what it makes must follow from what it drew."""
+    """Dropout draws other numbers than the unsharded operator, but its result must follow from its own mask."""
     if call.op.target != "aten.native_dropout.default" or joined[0] is None or joined[1] is None:
         return []
     p = call.arguments["p"] if call.arguments["train"] is not False else 0.0
@@ -188,7 +188,7 @@ def _run_all(
 
 
 class _Meeting:
-    """All-reduces among threads: all members put down what they have, and then take what their group has."""
+    """All-reduces among threads: all members put their tensors, and then take their group's result."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.barrier, self.table = mesh, Barrier(mesh.size), dict[int, torch.Tensor]()

@@ -1,7 +1,6 @@
-"""A rule for an operator that has none, found by trying: take dims of one size for one factor, cut them, run the operator as it
-is on each member, and look whether the results, put side by side or added up, are the whole's. What is right is written as the
-text that `core/text.py` reads. Numbers that an operator is given as literals are not cut: what depends on such a one is not
-found."""
+"""Discovers a sharding rule by trial: equates dims of one size as one factor, splits them, runs the operator unchanged on each
+shard, and tests whether the concatenated or summed results equal the unsharded one. Correct factors are written as the text that
+`core/text.py` reads. Literal arguments are not changed: a rule that depends on one is not found."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from scrimp.rules.proof.check import check
 
 _MOST_TRIES = 4096  # per size of a dim
 
-Tie = tuple[int | None, ...]  # of each tensor, inputs first, the dim that has the factor
+Tie = tuple[int | None, ...]  # for each tensor, inputs first, the dim that has the factor
 Tell = Callable[[Tie, str | None], None]
 
 
 def discover(op: Op, values: Mapping[str, Value], tell: Tell | None = None) -> str | None:
-    """The text of the widest rule that the check proves, as a line of `DISCOVERED`; None if no dim may be split. Shapes in which
-    different dims have different sizes make it quick and the result plain. `tell` hears of every factor that is tried: the dims
-    it would be, by tensor, and what it is, "free" or "sum", if it is one."""
+    """The text of the widest rule that passes the check, as a line of `DISCOVERED`; None if no dim may be split. Shapes with
+    distinct sizes make it fast and unambiguous. `tell` is called for every factor tried: its dim by tensor, and its kind, "free"
+    or "sum", if it is one."""
     shapes = [values[name].shape for name in op.inputs]
     made = [values[name].shape for name in op.outputs if name is not None]
     if len(made) != len(op.outputs):
@@ -49,7 +48,7 @@ def discover(op: Op, values: Mapping[str, Value], tell: Tell | None = None) -> s
 
 
 def _given(op: Op) -> list[str]:
-    """What was tried holds for these literals; for others nothing is known."""
+    """The literals of the call: the rule holds for these alone."""
     call = bind(op)
     assert call is not None
     literals = {name: each for name, each in call.arguments.items() if not _tensors(each)}
@@ -61,7 +60,7 @@ def _tensors(argument: object) -> bool:
 
 
 def _ties(shapes: list[tuple[int, ...]]) -> Iterator[Tie]:
-    """For each size, each way to choose a dim of it, or none, of every tensor; those with most dims first. One input at least."""
+    """For each size, each way to choose a dim of it, or none, of every tensor; those with most dims first. At least one input."""
     for size in dict.fromkeys(size for shape in shapes for size in shape if size > 1):
         ways = [[*(at for at, each in enumerate(shape) if each == size), None] for shape in shapes]
         if prod(map(len, ways)) <= _MOST_TRIES:
@@ -71,7 +70,7 @@ def _ties(shapes: list[tuple[int, ...]]) -> Iterator[Tie]:
 def _proven(
     op: Op, values: Mapping[str, Value], tie: Tie, shapes: list[tuple[int, ...]], made: list[tuple[int, ...]]
 ) -> str | None:
-    """Of which kind the factor is, if it is one."""
+    """The kind of the factor, if the check passes."""
     if all(at is None for at in tie[: len(shapes)]):
         return None
     for kind in (FREE, SUM) if None in tie[len(shapes) :] else (FREE,):
@@ -105,12 +104,12 @@ def _passes_sums(op: Op, values: Mapping[str, Value], rule: Rule, index: int) ->
 
 
 def _parts(size: int) -> int | None:
-    """The least number of members that a dim may be split over."""
+    """The smallest number of members that a dim may be split over."""
     return next((count for count in (2, 3, 5, 7) if may_split(Factor(size=size), count)), None)
 
 
 def _rule(found: list[tuple[Tie, str]], shapes: list[tuple[int, ...]], made: list[tuple[int, ...]]) -> Rule:
-    """The factors that were found; all other dims whole."""
+    """The rule of the factors found; all other dims are unsplit."""
     every = shapes + made
     factors = [
         Factor(size=next(every[tensor][at] for tensor, at in enumerate(tie) if at is not None), kind=kind) for tie, kind in found

@@ -1,4 +1,4 @@
-"""A rule in every way that it allows, on small meshes: how a known rule is checked, and how sure one that was found is."""
+"""Checks a rule in every split that it allows, on small meshes: for known rules and for discovered ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOUR, SIX, EIGHT = Mesh({"x": 2, "y": 2}), Mesh({"x": 2, "y": 3}), Mesh({"x": 2,
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """`ways`: so many were tried, with each seed; `faults`: what was wrong; `meshes`: those that something was split over."""
+    """`ways`: number of splits tried, with each seed; `faults`: the errors; `meshes`: those over which something was split."""
 
     ways: int
     seeds: int
@@ -31,8 +31,8 @@ class Proof:
 
 
 def ways(rule: Rule) -> Iterator[tuple[Mesh, Split, Sums]]:
-    """Nothing split; every factor over 2 and over 3; every two over two axes, both axes on one, three over three axes; and parts
-    of sums with each."""
+    """Nothing split; every factor over 2 and over 3; every two over two axes, both axes on one, three over three axes; and
+    partial sums with each."""
     linear, even = range(len(rule.linear)), list(choices(rule, TWO, "x"))
     yield TWO, {}, {}
     for mesh in (TWO, THREE):
@@ -59,13 +59,13 @@ def prove(op: Op, values: Mapping[str, Value], rule: Rule, seeds: Sequence[int] 
 
 
 def refuses(op: Op, values: Mapping[str, Value]) -> str | None:
-    """Why an operator cannot be tried: it takes no random numbers, or gives others each time."""
+    """Why an operator cannot be checked: it rejects random inputs, or is not deterministic."""
     call = bind(op, values)
     assert call is not None, op.target
     try:
         inputs = sample(call, seed=0, floats=torch.float64, device="cpu")
         made = [call.run(call.filled([tensor.clone() for tensor in inputs])) for _ in range(2)]
         same = all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*made, strict=True))
-    except Exception as error:  # of as many kinds as there are operators
+    except Exception as error:  # operators raise many kinds of errors
         return str(error).partition("\n")[0] or type(error).__name__
-    return None if same else "it draws, and gives other numbers each time"
+    return None if same else "it draws random numbers, so its results differ each time"

@@ -1,5 +1,4 @@
-"""Random tensors that an operator can be called with: indices within range, labels some of which are ignored, variances above
-zero."""
+"""Random tensors that an operator accepts: indices within range, some ignored labels, positive variances."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _WRITES_ONCE = ("scatter", "index_put")  # where two rows are written to one pla
 
 
 def sample(bound: Call, *, seed: int, floats: torch.dtype, device: str) -> list[torch.Tensor]:
-    """One tensor for each input, in order. A value that stands twice among them is one tensor."""
+    """One tensor for each input, in order. A repeated value is one tensor."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, torch.Tensor] = {}
     for index, (name, shape, dtype) in enumerate(zip(bound.op.inputs, bound.shapes, bound.dtypes, strict=True)):
@@ -25,7 +24,7 @@ def sample(bound: Call, *, seed: int, floats: torch.dtype, device: str) -> list[
 
 
 def _argument(bound: Call, index: int) -> str:
-    """The name of the argument that an input stands in."""
+    """The name of the argument that an input belongs to."""
     lists = (name for name, given in bound.arguments.items() if isinstance(given, tuple) and index in bound.all_at(name))
     return next((name for name in bound.arguments if bound.at(name) == index), None) or next(lists)
 
@@ -52,7 +51,7 @@ def _whole_numbers(bound: Call, operator: str, name: str, shape: tuple[int, ...]
         scores = bound.shape("self")
         labels = torch.randint(scores[0 if len(scores) == 1 else 1], shape, generator=generator)
         return labels.masked_fill(torch.rand(shape, generator=generator) < 0.3, bound.arguments["ignore_index"])
-    if operator == "_grouped_mm":  # where groups end, the last at the end
+    if operator == "_grouped_mm":  # ends of groups, the last at the end
         rows = bound.shape("self")[0 if len(bound.shape("mat2")) == 3 else 1]
         ends = torch.randint(rows + 1, shape, generator=generator).sort().values
         ends[-1:] = rows
@@ -65,12 +64,12 @@ def _whole_numbers(bound: Call, operator: str, name: str, shape: tuple[int, ...]
         spread = list(shape)
         spread[along] = limit
         return torch.rand(spread, generator=generator).argsort(along).narrow(along, 0, shape[along])
-    backwards = "index" in operator and "dim" not in bound.arguments  # these also count from the end
+    backwards = "index" in operator and "dim" not in bound.arguments  # these also accept negative indices
     return torch.randint(-limit if backwards else 0, limit, shape, generator=generator)
 
 
 def _limit(bound: Call, operator: str, shape: tuple[int, ...]) -> int:
-    """How many rows there are to choose from."""
+    """The number of rows to choose from."""
     if operator == "embedding_dense_backward":
         return int(bound.arguments["num_weights"])
     if operator == "embedding":
@@ -81,7 +80,7 @@ def _limit(bound: Call, operator: str, shape: tuple[int, ...]) -> int:
 
 
 def _of_forward(bound: Call, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Some backwards only make sense of what their forward made."""
+    """Some backward operators need the results of their forward."""
     given: dict[str, Any] = bound.filled(tensors)
     target = bound.op.target
     if target == "aten.max_pool2d_with_indices_backward.default":

@@ -1,5 +1,5 @@
-"""Calls of operators to try rules on, made from what torch says of their arguments: with shapes and literals that are given, or
-with the first of many that the operator takes."""
+"""Makes calls of operators to check rules on, from torch's schemas: with given shapes and literals, or with the first of many
+that the operator accepts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from scrimp.errors import ScrimpError
 from scrimp.rules.core.schema_private import Argument, Schema, all_targets, schema
 from scrimp.rules.ops.registry import known_targets
 
-Shape = tuple[tuple[int, ...], str]  # and the dtype
+Shape = tuple[tuple[int, ...], str]  # sizes, and the dtype
 Example = tuple[Op, dict[str, Value]]
 
-# Sizes that differ tell dims apart; products, vectors, batches and images are among the ways to take some of these.
+# Distinct sizes distinguish dims; the candidates cover matmuls, vectors, batches and images.
 _SHAPES = ((4, 6), (6, 10), (2, 4, 6), (2, 6, 10), (6,), (4,), (10,), (4, 10), (2, 4, 6, 6), ())
 _MOST_CALLS = 20_000
 _FLOAT, _INT, _BOOL = "float32", "int64", "bool"
@@ -38,7 +38,8 @@ _LITERALS: dict[str, tuple[Any, ...]] = {
 
 
 def target_of(name: str) -> str:
-    """ "aten.mm.default" of "aten.mm.default", "aten.mm" or "mm"; an error that names the nearest if there is none."""
+    """Resolves "aten.mm.default", "aten.mm" or "mm" to "aten.mm.default"; raises an error that names the nearest if there is
+    none."""
     ways = (name, f"{name}.default", f"aten.{name}", f"aten.{name}.default")
     for each in ways:
         found = schema(each)
@@ -53,8 +54,8 @@ def target_of(name: str) -> str:
 
 
 def example(target: str, shapes: Sequence[Shape] = (), literals: Mapping[str, Any] | None = None) -> Example:
-    """A call of an operator. `shapes`: of its tensors in order; without any they are looked for, as are literals that have no
-    default and are not given."""
+    """A call of an operator. `shapes`: of its tensors in order; by default they are searched, as are literals without a default
+    that are not given."""
     found, given = schema(target), dict(literals or {})
     assert found is not None, target
     names = [each.name for each in found.arguments]
@@ -63,7 +64,7 @@ def example(target: str, shapes: Sequence[Shape] = (), literals: Mapping[str, An
         raise ScrimpError(f"{target} has no argument {', '.join(unknown)}; it has {', '.join(names)}")
     if found.writes:
         raise ScrimpError(f"{target} writes into its operands: captured graphs have none of these, so it needs no rule")
-    why = ""  # of the first
+    why = ""  # the reason of the first failure
     for arguments in islice(_candidates(found, shapes, given), _MOST_CALLS):
         try:
             made = _made(target, found, arguments)
@@ -72,7 +73,7 @@ def example(target: str, shapes: Sequence[Shape] = (), literals: Mapping[str, An
             continue
         if made is not None:
             return made
-        why = why or "it gives no tensors"
+        why = why or "it returns no tensors"
     wanted = ", ".join(f"{each.name}: {each.kind}" for each in found.arguments if each.needed)
     if shapes:
         taken = ",".join("x".join(map(str, shape)) or "scalar" for shape, _ in shapes)
@@ -84,8 +85,7 @@ def example(target: str, shapes: Sequence[Shape] = (), literals: Mapping[str, An
 
 
 def grown(made: Example, times: int) -> Example | None:
-    """The same call with every size so many times larger; None if the operator does not take that, as where literals say
-    sizes."""
+    """The same call with every size so many times larger; None if the operator rejects it, as where literals hold sizes."""
     op, values = made
     found = schema(op.target)
     assert found is not None
@@ -108,7 +108,7 @@ def _has_tensors(argument: Any) -> bool:
 
 
 def _candidates(found: Schema, shapes: Sequence[Shape], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Arguments by name, tensors as their shapes. What all tensors share is tried first."""
+    """Arguments by name, tensors as their shapes. One shape for all tensors is tried first."""
     tensors = [each for each in found.arguments if "Tensor" in each.kind and each.name not in given]
     asked = [each for each in found.arguments if each.needed and "Tensor" not in each.kind and each.name not in given]
     choices = [_LITERALS.get(_plain(each.kind), (None,)) for each in asked]
@@ -132,7 +132,7 @@ def _tensors(needed: Sequence[Argument]) -> Iterator[dict[str, Any]]:
 
 
 def _placed(tensors: Sequence[Argument], shapes: Sequence[Shape]) -> dict[str, Any]:
-    """Shapes that are given, for the arguments in order: those that must be there first; a list takes all that others leave."""
+    """Assigns given shapes to the arguments in order: required ones first; a list takes the rest."""
     needed = [each for each in tensors if each.needed]
     chosen = [each for each in tensors if each in needed or len(needed) < len(shapes)][: max(len(needed), len(shapes))]
     left, placed = [*shapes], dict[str, Any]()
@@ -161,7 +161,7 @@ def _plain(kind: str) -> str:
 
 
 def _made(target: str, found: Schema, arguments: Mapping[str, Any]) -> Example | None:
-    """The captured form of a call, its outputs' shapes being those that torch makes; None if they are no tensors."""
+    """The captured form of a call, with the output shapes that torch computes; None if the outputs are no tensors."""
     values: dict[str, Value] = {}
 
     def tensor(argument: Any) -> Any:

@@ -89,7 +89,7 @@ def test_broken_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Form(copy_streams=16, body="second", tail="apart", nan="ones")  # no build of torch is like that
+    wrong = Form(lanes=16, body="second", tail="apart", nan="ones")  # no build of torch is like that
     monkeypatch.setattr(host_update, "_levels", lambda most: [wrong.level])
     assert settled(monkeypatch) == f"its bits are not those of torch {torch.__version__}"
 

@@ -31,8 +31,8 @@ on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="for the form
 def torchs_form() -> Form:
     """Of torch's kernels on x86-64."""
     if kernel().level == 0:
-        return Form(copy_streams=8, body="apart", tail="apart", nan="quiet")
-    return Form(copy_streams=8, body="second", tail="first", nan="ones")
+        return Form(lanes=8, body="apart", tail="apart", nan="quiet")
+    return Form(lanes=8, body="second", tail="first", nan="ones")
 
 
 def test_a_form_and_its_level() -> None:

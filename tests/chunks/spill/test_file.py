@@ -233,7 +233,7 @@ def test_what_is_refused_and_why(tmp_path: Path, key: str, tensor: torch.Tensor,
         with pytest.raises(RunError, match=words):
             call(key, tensor)
     file.close()
-    with pytest.raises(RunError, match=r"region 'a' was asked for, but the spill file in .* is closed"):
+    with pytest.raises(RunError, match=r"region 'a' was requested, but the spill file in .* is closed"):
         file.write("a", torch.ones(4))
 
 

@@ -294,8 +294,8 @@ def test_a_host_that_is_too_small_is_found_before_anything_is_allocated(monkeypa
     monkeypatch.setattr("scrimp.chunks.store.store.arena", lambda numel, *_, **__: made.append(numel))
     words = (
         r"model data takes 750\.8 KiB on this rank's host \(weights .* KiB, gradients 0 B, optimizer .* KiB\), its share of the "
-        r"host budget is 100\.0 KiB \(as asked for, 1 ranks here\), and the device has no room for the rest: 600\.0 KiB "
-        r"\(as asked for\)\. The least that works is Memory\(host='.*'\) with this device budget; or Memory\(device='.*'\) with "
+        r"host budget is 100\.0 KiB \(as requested, 1 ranks here\), and the device has no room for the rest: 600\.0 KiB "
+        r"\(as requested\)\. The least that works is Memory\(host='.*'\) with this device budget; or Memory\(device='.*'\) with "
         r"this host budget, and more for activations; or Memory\(disk=folder, host='.*'\) with .* free in the folder"
     )
     with pytest.raises(FitError, match=words):

@@ -80,10 +80,10 @@ def test_the_numbers_of_one_step(settings: dict[str, Any], tmp_path: Path) -> No
         more = {key: value for key, value in settings.items() if key != "disk"}
         engines.append(engine_for(memory=memory, micro_batches=2, **more))
     if "disk" in settings:
-        assert DISK in {placement.tier for placement in engines[0].store.placements}
+        assert DISK in {placement.tier for placement in engines[0]._run.store.placements}
     assert by_calls(engines[0], 2) == [float(engines[1].step(*batch)) for batch in batches()]
     assert_same(engines[0].state_dict(), engines[1].state_dict())
-    assert engines[0].steps == engines[1].steps == STEPS
+    assert engines[0].optimizer.steps == engines[1].optimizer.steps == STEPS
 
 
 @pytest.mark.parametrize("settings", [{"precision": "fp32"}, {"precision": "bf16", "clip_norm": 0.5, "chunk_numel": 3000}])
@@ -249,7 +249,9 @@ def test_calls_in_a_wrong_order(precision: str, tmp_path: Path) -> None:
     assert_same(engine.state_dict(), other.state_dict())
     single = fragile(1, precision=precision)
     single.backward(x)
-    with pytest.raises(RunError, match=r"micro_batches=1\) has no place to add gradients up.*Engine\(micro_batches=2\) or more"):
+    with pytest.raises(
+        RunError, match=r"micro_batches=1\) has no buffer to accumulate gradients in.*Engine\(micro_batches=2\) or more"
+    ):
         single.backward(x)
     single.update()
     sparse = fragile(exchange=Sparse(density=0.5))

@@ -268,7 +268,7 @@ def test_the_least_host_budget_of_a_step_that_offloads(on_disk: bool, tmp_path: 
         engine_for(model, device="200KiB", **settings).step(*batch)
     assert of_device.value.least_nbytes is not None
     settings["device"] = of_device.value.least_nbytes  # which is enough with offloaded inputs
-    data = engine_for(model, **settings).fit
+    data = engine_for(model, **settings)._run.fit
     host = data.least_host_nbytes() if on_disk else data._total  # without a disk more than that would go to the device
     tight = engine_for(model, host=host + 1000, **settings)
     before = tight.state_dict()

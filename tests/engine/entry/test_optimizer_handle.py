@@ -133,7 +133,7 @@ def test_sgd_with_momentum_that_changes(name: str) -> None:
     same(ours(engine_for(SGD(lr=1e-2, momentum=0.9)), SCHEDULERS[name])[0], want)
 
 
-@pytest.mark.parametrize("where", ["disk", "accumulate", "clip", "fast", "sparse"])
+@pytest.mark.parametrize("where", ["disk", "micro_batches", "clip", "fast", "sparse"])
 def test_a_rate_that_is_set_counts_for_the_steps_that_follow(where: str, tmp_path: Path) -> None:
     """Updates run beside the next step: one that was submitted keeps its rate. Each way against numbers set from the start."""
     settings: dict[str, Any] = {

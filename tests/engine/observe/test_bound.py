@@ -80,7 +80,7 @@ def test_the_end_of_the_forward_waits_for_the_hosts_last_update() -> None:
     assert bound_of(replace(ending, update_nbytes=0), checked=False, seconds=1.0, busy=0.0, waited=0.0).least_seconds == 0.85
 
 
-@pytest.mark.parametrize("judged", [False, True])
+@pytest.mark.parametrize("checked", [False, True])
 def test_both_accounts_add_up_to_the_gap(checked: bool) -> None:
     bound = bound_of(LOAD, checked=checked, seconds=2.4, busy=1.7, waited=1.1)
     gap = bound.gap

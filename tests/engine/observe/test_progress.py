@@ -295,9 +295,9 @@ def test_a_full_disk_ends_the_file_and_not_the_run() -> None:
 def test_only_the_first_rank_shows_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, console = engine_of(), plain()
     real = engine._run.wire
-    monkeypatch.setattr(engine, "wire", SimpleNamespace(rank=1, world=2))
+    monkeypatch.setattr(engine._run, "wire", SimpleNamespace(rank=1, world=2))
     progress = Progress(engine, metrics=tmp_path / "m.jsonl", console=console)
-    monkeypatch.setattr(engine, "wire", real)
+    monkeypatch.setattr(engine._run, "wire", real)
     with progress:
         train(engine, progress, 2)
     assert shown(console) == ""

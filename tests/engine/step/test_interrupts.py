@@ -68,7 +68,7 @@ def test_an_interrupt_while_the_meter_comes_or_goes(at: str, monkeypatch: pytest
     monkeypatch.setattr(dispatch, at, interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step(batches()[0])
-    monkeypatch.rollback()
+    monkeypatch.undo()
     assert not dispatch._get_current_dispatch_mode_stack()
     for each in (engine, other):
         each.step(batches()[1])
@@ -86,7 +86,7 @@ def test_a_mode_leaves_the_stack_even_if_torchs_own_exit_fails(monkeypatch: pyte
         monkeypatch.setattr(dispatch, "_pop_mode", fails)
         with pytest.raises(KeyboardInterrupt), Mode():
             pass
-        monkeypatch.rollback()
+        monkeypatch.undo()
         assert dispatch._get_current_dispatch_mode_stack() == [outer]
 
 

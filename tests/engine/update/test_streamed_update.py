@@ -163,7 +163,7 @@ def test_tiles_cover_every_slot_once_and_cut_at_multiples() -> None:
         assert [covered[str(k)] for k in range(len(sizes))] == sizes
 
 
-@pytest.mark.parametrize("judged", [True, False])
+@pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("host", [0.5, 2.0, 8.0, 100.0])
 def test_the_share_that_passes_is_the_best_of_all_shares(host: float, checked: bool) -> None:
     """Twelve equal layers that all fit: every number of passing layers is tried by hand."""

@@ -102,7 +102,7 @@ def test_layers_that_choose_together_are_named() -> None:
     found = planned(5)
     (group,) = found.explain("blocks.1.attention.qkv", time_limit=1e-3).groups
     assert group.layers == ("blocks.0", "blocks.1")
-    assert [choice.why_none for choice in group.choices] == ["not looked for: the time was up"] * 2
+    assert [choice.why_none for choice in group.choices] == ["not searched: the time was up"] * 2
     assert "blocks.0, blocks.1: 2 that choose together" in str(found.explain("blocks.0.attention.qkv", time_limit=1e-3))
 
 

@@ -83,7 +83,7 @@ def test_it_is_planned_and_told_with_what_it_costs() -> None:
     assert re.fullmatch(
         rf"{re.escape(OP)} \(blocks\.0, answers/test_unsharded_ops\.py:\d+ and 5 more\) has no rule, so every device runs all "
         rf"of it: "
-        rf"while it runs a device has 56\.0 MiB that others have too, and a step is [\d.e-]+ ms longer; "
+        rf"while it runs a device holds 56\.0 MiB of replicated data, and a step is [\d.e-]+ ms longer; "
         rf"`scrimp rules discover {re.escape(OP)}` may find a rule",
         words,
     )

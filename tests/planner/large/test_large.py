@@ -53,7 +53,7 @@ def test_propagation_removes_no_option_that_an_allowed_choice_has(seed: int) -> 
     wiped = masks.propagate(range(arrays.count))
     if wiped is not None:
         assert not allowed
-        with pytest.raises(PlanError, match="nothing can be chosen: every option of node"):
+        with pytest.raises(PlanError, match="infeasible problem: every option of node"):
             consistent(arrays, [node.name for node in problem.nodes])
         return
     left = consistent(arrays, [node.name for node in problem.nodes])
@@ -235,7 +235,7 @@ def test_what_cannot_be_met_is_said_honestly(monkeypatch: pytest.MonkeyPatch) ->
     node = Node(name="n", options=("a", "b"), seconds=(1.0, 1.0), holds=(Hold(first=0, last=0, kind="k", nbytes=(1, 2)),))
     differ = ((math.inf, 0.0), (0.0, math.inf))
     edges = tuple(Edge(nodes=pair, seconds=differ) for pair in ((0, 1), (1, 2), (0, 2)))
-    with pytest.raises(PlanError, match="nothing can be chosen of 3 nodes and 3 edges: every choice has a forbidden pair"):
+    with pytest.raises(PlanError, match="no feasible choice for 3 nodes and 3 edges: every choice has a forbidden pair"):
         solve(Problem(points=1, nodes=(node,) * 3, edges=edges), objective="time", seconds=5)
 
 

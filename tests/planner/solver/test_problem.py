@@ -57,7 +57,7 @@ def test_numbers_of_numpy_survive_json() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[", "no problem as scrimp writes it"),
+        ("[", "not a problem file of scrimp"),
         (
             '{"format": "scrimp.plan", "version": 1}',
             "this is scrimp.plan version 1, but this scrimp reads scrimp.problem version 1",
