@@ -277,8 +277,8 @@ def clusters(
     """List the kinds of devices that scrimp knows, or show one cluster.
 
     A cluster is shown with its devices, links and meshes. The figures are those
-    that vendors publish. docs/explanation/cluster.md says how to write a file with
-    other figures. No GPU is needed.
+    that vendors publish. docs/explanation/cluster.md describes files with other
+    figures. No GPU is needed.
 
     Examples
       scrimp clusters

@@ -26,7 +26,6 @@ from scrimp.chunks import (
     Meter,
     Optimizer,
     Rules,
-    ScheduleStep,
     Slot,
     Store,
     measure_rates,
@@ -52,7 +51,7 @@ from scrimp.engine.setup.validate import check_exchange, check_model, check_sett
 from scrimp.engine.setup.weight_sources import Source
 from scrimp.engine.step.attempts import gradients
 from scrimp.engine.step.batch import loss_of, parts, signature, to_device
-from scrimp.engine.step.context import running, warn_of_eval
+from scrimp.engine.step.context import StepContext, running, warn_of_eval
 from scrimp.engine.step.interrupts import Interrupts, in_one_piece
 from scrimp.engine.step.layer_forward import Recompute, wrap_layers
 from scrimp.engine.step.messages import check_gradient, check_loss, does_not_fit
@@ -143,8 +142,8 @@ class Training(Between, Accumulating):
             places=self.fit.places(),
             disk=self.budget.disk,
             sparse=isinstance(exchange, Sparse),
+            host_room_nbytes=self.fit.room_nbytes,
         )
-        self.store.host_room_nbytes = self.fit.room_nbytes
         self.meter: Meter
         if self.device.type == "cuda":
             self.meter = CudaMeter(self.ledger.device, self.budget.device_nbytes, self.device)
@@ -177,20 +176,23 @@ class Training(Between, Accumulating):
         self._out_of_module_again = OutOfModuleInBackward(self.residents)
         self.recompute = Recompute()
         wrap_layers(model, self.residents, self.recompute)
-        self.planning = Planning(self.store, self.recompute, ways, rates, self.budget.plan_nbytes - buffers)
-        self.planning.stage_nbytes, self.planning.streaming = self.updating.stage_nbytes, self.updating.streaming
+        sparse = SparseExchange(exchange, self.store, self.rules, across) if isinstance(exchange, Sparse) else None
+        self.exchanging: Exchange = sparse or DenseExchange()
+        self.planning = Planning(
+            self.store,
+            self.recompute,
+            ways,
+            rates,
+            self.budget.plan_nbytes - buffers,
+            stage_nbytes=self.updating.stage_nbytes,
+            streaming=self.updating.streaming,
+            residuals=sparse.residuals if sparse is not None else None,
+            sending_nbytes=sparse.sending_nbytes() if sparse is not None else 0,
+        )
         self.updating.saw = self.planning.saw_update
-        self.exchanging: Exchange = DenseExchange()
-        if isinstance(exchange, Sparse):
-            sparse = SparseExchange(exchange, self.store, self.rules, across)
-            self.planning.residuals, self.planning.sending_nbytes = sparse.residuals, sparse.sending_nbytes()
-            self.exchanging = sparse
         self.closed = False
         self.broken: str | None = None  # why the weights are not those of any step
-        self.arrived: dict[str, tuple[int, Slot]] = {}
-        self._part_arrived: set[str] = set()  # of the micro-batch that runs
-        self.trace: list[ScheduleStep] | None = None  # of the last forward and backward, if they were traced
-        self._traffic = astuple(self.store.traffic)  # at the start of the last step
+        self.current = StepContext(traffic=astuple(self.store.traffic))  # of the step that runs, or of the last one
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(receiving(weakref.ref(self)))  # type: ignore[no-untyped-call]
@@ -212,17 +214,26 @@ class Training(Between, Accumulating):
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         start = time.perf_counter()
+        self._admit()
+        # Forward and backward of all micro-batches, tried until they fit: step/attempts.py calls `forward_backwards`.
+        plan, loss = gradients(self, signature(args, kwargs), args, kwargs)
+        self.finish()  # check, exchange, update
+        self._learn(plan, start)
+        return loss
+
+    def _admit(self) -> None:
+        """Check that the engine can step, and fix the optimizer's settings for this step."""
         self.check_usable()
         warn_of_eval(self.model, self.steps)
         self.rules.begin(self.steps, self.optimizer.now(self.steps))
         self.planning.checked = self.must_check
         self.planning.call = [*self.calls.row, self.rules.digest(self.steps)]
-        plan, loss = gradients(self, signature(args, kwargs), args, kwargs)
-        self.finish()
-        self.planning.learn(plan, self.trace, self.residents)
+
+    def _learn(self, plan: Planned, start: float) -> None:
+        """Make the schedule of the next steps from the trace of this one, if it was traced."""
+        self.planning.learn(plan, self.current.trace, self.residents)
         self.seconds = time.perf_counter() - start
         self.host_seconds = self.updating.waited()
-        return loss
 
     def finish(self) -> None:
         """Run the gradient check and the optimizer update with the gradients that have arrived."""
@@ -237,30 +248,29 @@ class Training(Between, Accumulating):
         self.optimizer.counted()
 
     def forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self._part_arrived = set()
         if not self.pending:
-            self.arrived.clear()
+            self.current = StepContext()
             self.exchanging.begin(self)
+        self.current.begin(astuple(self.store.traffic))
         losses, count = [], 1 if self.accumulating else self.micro_batches
-        self._traffic = astuple(self.store.traffic)
         try:
             with running(self, args, kwargs, Phase.FORWARD, self._metering.step(plan)), no_caches(self.model):
                 schedule = plan.choice.schedule if plan.choice else None
                 self.residents.begin_step(self.steps, schedule, plan.expected, metering=self._metering.metering)
                 for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, count)):
-                    self.last_part = k == count - 1 and not self.accumulating
+                    self.current.last_part = k == count - 1 and not self.accumulating
                     losses.append(self._forward_backward(part_args, part_kwargs))
                     self.residents.retire_rest()
                 traced, schedule_steps = self.residents.end_step()
-                self.trace = schedule_steps if self._metering.learn(plan, schedule_steps, traced=traced) else None
-                if not self.arrived:
+                self.current.trace = schedule_steps if self._metering.learn(plan, schedule_steps, traced=traced) else None
+                if not self.current.arrived:
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
             raise self.named_error(error) from error
         return torch.stack(losses).mean()
 
     def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self._part_arrived = set()
+        self.current.part_arrived = set()
         args, kwargs = to_device(args, kwargs, self.device, self.input_dtype)
         metering = self.out_of_module if self.out_of_module.found or self.residents.tracing else nullcontext()
         again = self._out_of_module_again if self._out_of_module_again.layers or self.residents.tracing else nullcontext()
@@ -292,18 +302,23 @@ class Training(Between, Accumulating):
                 return
         assert parameter.grad is not None
         check_gradient(
-            slot.name, parameter.grad, in_backward=self.residents.phase is Phase.BACKWARD, again=slot.name in self._part_arrived
+            slot.name,
+            parameter.grad,
+            in_backward=self.residents.phase is Phase.BACKWARD,
+            again=slot.name in self.current.part_arrived,
         )
         with self.residents.quietly():
-            self.exchanging.receive(self, layer, slot, parameter.grad, first=slot.name not in self.arrived)
+            self.exchanging.receive(self, layer, slot, parameter.grad, first=slot.name not in self.current.arrived)
             parameter.grad = None
-            self._part_arrived.add(slot.name)
+            self.current.part_arrived.add(slot.name)
             self.residents.arrived(layer, slot)
 
     def _retire(self, layer: int, slots: list[Slot]) -> None:
         """All of a layer's gradients of this micro-batch have arrived, or no more will come."""
-        arrived = [(slot, slot.name not in self.arrived) for slot in slots]
-        self.arrived.update({slot.name: (layer, slot) for slot in slots})  # before the exchange, so that an error undoes them too
+        arrived = [(slot, slot.name not in self.current.arrived) for slot in slots]
+        self.current.arrived.update(
+            {slot.name: (layer, slot) for slot in slots}
+        )  # before the exchange, so that an error undoes them too
         self.exchanging.retire(self, layer, arrived)
 
     @property
@@ -335,7 +350,7 @@ class Training(Between, Accumulating):
 
     def in_order(self) -> list[tuple[int, Slot]]:
         """The gradients that arrived, in the model's order, so that the order of sums does not depend on the order of arrival."""
-        return sorted(self.arrived.values(), key=lambda place: self._order[place[1].name])
+        return sorted(self.current.arrived.values(), key=lambda place: self._order[place[1].name])
 
     def named_error(self, error: MoveError) -> RunError:
         return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")

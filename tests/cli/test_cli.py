@@ -133,7 +133,7 @@ def test_move_json_round_trips() -> None:
         (("[x]", "[x,-]"), "source layout [x] has 1 dims, but the shape (8192, 8192) has 2"),
         (("[x,-]", "x,-"), "layout 'x,-': expected one entry per dim in brackets"),
         (("[x,-]", "[-,-]+x"), "target [-,-]+x is a partial sum over ['x'], source [x,-] is not"),
-        (("--dtype", "float7", "[x,-]", "[-,x]"), "dtype 'float7' is not known"),
+        (("--dtype", "float7", "[x,-]", "[-,x]"), "dtype 'float7' is unknown"),
         (("--shape", "8192x", "[x]", "[y]"), "shape '8192x': '8192x' is not a whole number of 0 or more, up to 19 digits; give"),
         (("--shape", "8,,8", "[x,-]", "[-,x]"), "shape '8,,8': '' is not a whole number"),
         (("--mesh", "x2", "[x,-]", "[-,x]"), "mesh 'x2': 'x2' is not of the form name=size"),
@@ -255,7 +255,7 @@ def test_clusters(tmp_path: Path) -> None:
     own.write_text('nodes = 1\ndevices_per_node = 3\nkind = "24GiB"')
     assert "3 24GiB: 1 x 3" in scrimp("clusters", str(own)).output
     assert "kinds are A100-40" in scrimp("clusters", "8xTPU", code=2).stderr
-    assert "say which" in scrimp("clusters", "--json", str(file), code=2).stderr
+    assert "name it" in scrimp("clusters", "--json", str(file), code=2).stderr
     assert "there is no folder" in scrimp("clusters", "8xH100", "--json", str(tmp_path / "no" / "file"), code=2).stderr
 
 

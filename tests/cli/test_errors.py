@@ -72,7 +72,7 @@ USAGE = [
     ([*PLAN, "--stages", "2", "--what-if", "+1GiB"], "--what-if does not support stages"),
     ([*PLAN, "--what-if", "-1 node"], "at least one node must remain"),
     ([*PLAN, "--what-if", "more"], "'+2GiB'"),
-    ([*PLAN, "--stages", "2", "--micro-batches", "4", "--interleave", "2", "--explain", "blocks.0"], "does not support --interleave"),
+    ([*PLAN, "--stages", "2", "--micro-batches", "4", "--interleave", "2", "--explain", "blocks.0"], "support --interleave"),
     ([*PLAN, "--seq", "64"], "for gpt-tiny write --set seq=64"),
     ([*PLAN, "--set", "layers"], "write it as name=value"),
     ([*PLAN, "--set", "layers=2", "--set", "layers=3"], "layers is set twice"),

@@ -129,12 +129,12 @@ def test_inputs_can_stay_in_their_own_precision() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: engine_of(memory="1MiB"), "memory='1MiB': give scrimp.Memory"),
+        (lambda: engine_of(memory=1.5), "memory=1.5: give scrimp.Memory"),
         (lambda: engine_of(optimizer=torch.optim.SGD(Net().parameters())), "optimizer is a SGD; give scrimp.AdamW"),
         (lambda: engine_of(optimizer=AdamW(lr=-1)), r"AdamW\(lr=-1\) is not possible"),
         (lambda: engine_of(optimizer=AdamW(betas=(2, 3))), r"AdamW\(betas=\(2, 3\)\) is not possible"),
         (lambda: engine_of(device="tpu"), "tpu"),
-        (lambda: engine_of(engine_of()._run.model), "another engine has taken this model over"),
+        (lambda: engine_of(engine_of()._run.model), "another engine has adopted this model"),
     ],
 )
 def test_refused_at_the_door(make: Any, words: str) -> None:

@@ -129,4 +129,4 @@ def test_redundancy_picks_the_mesh_by_the_bytes_held_and_its_gap_is_of_these() -
     phase = found.source.solution.phases[0]
     assert (phase.objective, phase.value) == ("held", found.held_nbytes)
     assert found.gap == pytest.approx((phase.value - phase.bound) / phase.value)
-    assert "at most of the bytes held; of the seconds" in found.summary()
+    assert "proven of the bytes held;" in found.summary()

@@ -253,7 +253,7 @@ def uneven() -> tuple[list[int], int]:
     for _ in range(30):
         size = int(torch.randint(1, 5, (), generator=draw))
         engine.step(*(tensor[:size] for tensor in zoo.example_batch("gpt-tiny", batch=4, step=0)))
-        traced += engine._run.trace is not None
+        traced += engine._run.current.trace is not None
     return engine._run.wire.every(torch.tensor([engine._run.budget.device_nbytes])).flatten().tolist(), traced
 
 

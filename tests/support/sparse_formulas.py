@@ -117,9 +117,7 @@ class Oracle:
             if float((whole.abs() - error)[row][~sent].max()) > least:
                 wrong.append("something stays that is larger than what was sent")
         if not self.raw:
-            rule.schedule_step, rule.size, rule.off = (
-                torch.as_tensor(t) * ~chosen for t in (rule.schedule_step, rule.size, rule.off)
-            )
+            rule.moment, rule.size, rule.off = (torch.as_tensor(t) * ~chosen for t in (rule.moment, rule.size, rule.off))
         return (whole - left) * chosen, error * chosen, wrong
 
 

@@ -53,6 +53,7 @@ class Store:
         disk: Path | None = None,
         ranks: Wire | None = None,
         sparse: bool = False,
+        host_room_nbytes: int | None = None,
     ) -> None:
         self.table = table
         self.precision = precision
@@ -70,7 +71,7 @@ class Store:
         self.micro_batches = micro_batches
         self.pending = False  # accumulated gradients are kept between calls
         self.before_change: Callable[[], None] = lambda: None  # lets the meter read its peak before resident bytes change
-        self.host_room_nbytes: int | None = None  # this rank's share of the host
+        self.host_room_nbytes = host_room_nbytes  # this rank's share of the host
         self.own: Callable[[torch.Tensor], None] = lambda _: None  # tells the meter not to count a tensor
         self.moved: Callable[[int], None] = lambda _: None  # called after a layer has migrated
         self.residual_bytes: Callable[[int], int] = lambda _: 0  # bytes of residuals that go to the device with a layer

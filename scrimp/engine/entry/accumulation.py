@@ -64,7 +64,7 @@ class Accumulating:
         finally:
             self.accumulating = False
         self.pending = before + 1
-        self._traces.append((plan, engine.trace, engine.residents.kept_nbytes))
+        self._traces.append((plan, engine.current.trace, engine.residents.kept_nbytes))
         return loss
 
     @in_one_piece
@@ -96,8 +96,8 @@ class Accumulating:
         engine = self._all
         self._lost = f"those of {self.pending} engine.backward calls were discarded" if self.pending else self._lost
         self.pending, engine.store.pending = 0, False
-        restore_all(engine.store, engine.arrived.values())
-        engine.arrived.clear()
+        restore_all(engine.store, engine.current.arrived.values())
+        engine.current.arrived.clear()
 
     def _check(self) -> None:
         engine = self._all

@@ -52,7 +52,7 @@ class DenseExchange:
         if engine.must_check:
             if engine.wire.world == 1 and engine.micro_batches == 1 and not engine.store.anchored(layer):
                 self._norms.update({slot.name: gradient_norm(engine.store.device_view(layer, slot)) for slot in slots})
-        elif engine.residents.following and engine.last_part and engine.store.placements[layer].tier != DEVICE:
+        elif engine.residents.following and engine.current.last_part and engine.store.placements[layer].tier != DEVICE:
             self._started.update(slot.name for slot in slots)
             updating = engine.updating
             updating.start(layer, slots, updating.numbers(slots, engine.counts), engine.steps, None)
@@ -64,7 +64,7 @@ class DenseExchange:
             engine.updating.run(rest, engine.steps, engine.counts, self._scale)
         else:
             engine.skipped += 1
-            restore_all(engine.store, engine.arrived.values())
+            restore_all(engine.store, engine.current.arrived.values())
 
     def give_up(self) -> None:
         """Abandon the step."""

@@ -121,7 +121,7 @@ class SparseExchange:
     def retire(self, engine: Training, layer: int, arrived: list[tuple[Slot, bool]]) -> None:
         """All of a layer's gradients of this micro-batch have arrived, each with whether it is the first of its slot."""
         self.store.retire(layer, arrived)
-        if not engine.last_part:
+        if not engine.current.last_part:
             return
         if self._at_once(layer):
             assert self._round is not None
@@ -136,7 +136,7 @@ class SparseExchange:
         assert self._round is not None
         going = self._round
         self._messages += len(going.buckets)
-        arrived = {layer for layer, _ in engine.arrived.values()}
+        arrived = {layer for layer, _ in engine.current.arrived.values()}
         for layer, shares in enumerate(self._trained):
             if shares and layer not in arrived:
                 going.done(layer)
@@ -164,7 +164,7 @@ class SparseExchange:
         """In a layer whose gradients were consumed on arrival: send parameters that the last micro-batch did not reach."""
         data = self.store.direct(layer)
         for share in self._trained[layer]:
-            if share.slot.name not in engine.arrived or share.name in going.present or share.name in going.flagged:
+            if share.slot.name not in engine.current.arrived or share.name in going.present or share.name in going.flagged:
                 continue
             none = torch.zeros_like(share.piece(data).weight)
             self._take(engine, layer, share, none, first=False, last=True)
@@ -236,7 +236,7 @@ class SparseExchange:
 
     def _send(self, engine: Training, layer: int) -> None:
         """Send a layer whose gradients are on its tier, or being copied there."""
-        going, shares = self._round, [share for share in self._trained[layer] if share.slot.name in engine.arrived]
+        going, shares = self._round, [share for share in self._trained[layer] if share.slot.name in engine.current.arrived]
         assert going is not None
         self._sent.add(layer)
         if not self._trained[layer]:
@@ -269,7 +269,7 @@ class SparseExchange:
         def take() -> None:
             self._sent.add(layer)
             for share, gradient in arrived:
-                self._take(engine, layer, share, gradient.reshape(-1), first=first, last=engine.last_part)
+                self._take(engine, layer, share, gradient.reshape(-1), first=first, last=engine.current.last_part)
 
         engine.meter.aside(take, LOOKING_NBYTES * self._selected_numel(max(share.numel for share, _ in arrived)))
 
@@ -377,7 +377,7 @@ class SparseExchange:
             for share in shares:
                 if share.name in going.present and not going.part(share.name).whole:
                     self._kept(share, share.piece(data), engine.steps).give_back(*going.mine(share.name))
-        restore_all(self.store, engine.arrived.values())
+        restore_all(self.store, engine.current.arrived.values())
 
 
 def _end(comm: Worker, wire: Wire) -> None:

@@ -206,7 +206,7 @@ def bound(engine: Training) -> Bound:
     physical = load.phases(machine, machine.host_update, checked=checked, charged=True)
     if _total(own) < _total(physical):  # the engine reached its own rate, so it is physically possible
         physical = own
-    moved = [after - before for before, after in zip(engine._traffic, astuple(store.traffic), strict=True)]
+    moved = [after - before for before, after in zip(engine.current.traffic, astuple(store.traffic), strict=True)]
     return Bound(
         up_nbytes=moved[0],
         down_nbytes=moved[1],

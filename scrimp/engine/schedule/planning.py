@@ -68,22 +68,34 @@ class Planned:
 class Planning:
     """Makes, keeps and applies the plans of all batch shapes."""
 
-    def __init__(self, store: Store, recompute: Recompute, ways: tuple[str, ...], rates: Rates, room_nbytes: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        recompute: Recompute,
+        ways: tuple[str, ...],
+        rates: Rates,
+        room_nbytes: int,
+        *,
+        stage_nbytes: int,
+        streaming: Callable[[bool], None],
+        residuals: Residuals | None = None,
+        sending_nbytes: int = 0,
+    ) -> None:
         self.store = store
         self.recompute = recompute
         self.ways = ways  # allowed treatments of activations
         self.rates = rates
         self.room_nbytes = room_nbytes  # of the device, for weights and everything the meter counts
-        self.stage_nbytes = 0  # staging buffer of an update on the device
+        self.stage_nbytes = stage_nbytes  # staging buffer of an update on the device
         self.overlapped = store.copy_streams.overlapped
         self.checked = True  # all gradients are checked before any update
         self.call = [0, 0, 0]  # this rank's current call, by `Calls.row`, and a digest of its optimizer's settings
-        self.streaming: Callable[[bool], None] = lambda on: None  # allocates the buffers of streamed updates, or frees them
+        self.streaming = streaming  # allocates the buffers of streamed updates, or frees them
         self.typical = True  # the batch has the same shape as the last planned one
         self.current: Planned | None = None
         self._digested: Planned | None = None  # the last plan made
-        self.residuals: Residuals | None = None
-        self.sending_nbytes = 0  # device bytes of a sparse exchange; a trace without layers on the device lacks them
+        self.residuals = residuals
+        self.sending_nbytes = sending_nbytes  # device bytes of a sparse exchange; a trace without layers on the device lacks them
         self._updates, self._best_update = 0, 0.0
         self._recent_updates: deque[float] = deque(maxlen=5)
         self._plans: dict[Signature | bytes, Planned] = {}

@@ -52,13 +52,13 @@ def abandon(engine: Training) -> None:
     engine.residents.abandon()
     engine.store.copy_streams.settle()
     try:
-        restore_all(engine.store, engine.arrived.values())
+        restore_all(engine.store, engine.current.arrived.values())
     except BaseException as error:
         engine.broken = f"step {engine.steps} failed, and so did undoing it ({error})"
         raise
-    if engine.pending and not engine._part_arrived:
+    if engine.pending and not engine.current.part_arrived:
         engine.ledger.reset_peak()
         return  # this micro-batch changed nothing, so the accumulated gradients are intact
-    engine.arrived.clear()
+    engine.current.arrived.clear()
     engine.pending = 0
     engine.ledger.reset_peak()

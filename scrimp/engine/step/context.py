@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,28 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from scrimp._warnings import warn
+from scrimp.chunks import ScheduleStep, Slot
 from scrimp.engine.setup.special_modules import refuse_compiled
 from scrimp.engine.step.phase import Phase
 from scrimp.errors import FitError
 
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
+
+
+@dataclass
+class StepContext:
+    """One training step while it runs. Calls of `engine.backward` share one context until `engine.update`."""
+
+    arrived: dict[str, tuple[int, Slot]] = field(default_factory=dict)  # gradients, by parameter: layer and slot
+    part_arrived: set[str] = field(default_factory=set)  # gradients of the micro-batch that runs
+    last_part: bool = False  # the last micro-batch runs
+    trace: list[ScheduleStep] | None = None  # of the last forward and backward, if they were traced
+    traffic: tuple[int, ...] = ()  # counters of the store when the last forward began
+
+    def begin(self, traffic: tuple[int, ...]) -> None:
+        """Before a forward: of a step's first micro-batch, or of a call of `engine.backward`."""
+        self.part_arrived, self.traffic = set(), traffic
 
 
 @contextmanager

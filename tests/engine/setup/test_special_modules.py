@@ -141,7 +141,7 @@ def test_a_layer_that_changes_its_input_is_not_recomputed(precision: str) -> Non
     assert_same(engine.state_dict(), want)
     paths = {engine._run.store.table.layers[k].path for k in recomputable - engine._run.recompute.recomputable}
     assert paths == {f"blocks.{k}" for k in range(3)}
-    settings["device"], settings["optimizer"], settings["recompute"] = "cpu", AdamW(lr=LR), "auto"
+    settings["device"], settings["optimizer"], settings["activations"] = "cpu", AdamW(lr=LR), "auto"
     with pytest.raises(FitError) as caught:  # before it has come to the last of those layers
         Engine(copy.deepcopy(model), memory=Memory(device=12_000 if precision == "fp32" else 8_000), **settings).step(*batches[0])
     assert caught.value.least_nbytes is not None
