@@ -39,7 +39,8 @@ from scrimp.engine.gradients.dense import DenseExchange
 from scrimp.engine.gradients.protocol import Exchange
 from scrimp.engine.gradients.sparse import SparseExchange
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
-from scrimp.engine.schedule.planning import Planned, Planning
+from scrimp.engine.schedule.planned import Planned
+from scrimp.engine.schedule.planning import Planning
 from scrimp.engine.setup.adopt import DEFAULT_CHUNK, adopt, buffers_to, table_of
 from scrimp.engine.setup.budget import Memory, memory_of, resolve
 from scrimp.engine.setup.initial_placement import Fit

@@ -302,9 +302,8 @@ def _meshes(cluster: Cluster, mesh: Mesh | str | None, where: str = "the cluster
 def limit_of(cluster: Cluster, memory: int | str | Memory | None) -> int:
     """The bytes of a device that a plan may use. `memory`: a size, or the `Memory` of an engine, of which the device's part
     counts."""
-    size = memory if memory is None or isinstance(memory, (int, str)) else memory.device
+    size: Any = memory if memory is None or isinstance(memory, (int, str)) else getattr(memory, "device", memory)
     if size not in (None, "auto"):
-        assert size is not None
         limit = parse_nbytes(size)
         if limit <= 0:
             raise PlanError(f"memory={memory!r}: give a size, such as '24GiB'")

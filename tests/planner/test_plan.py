@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from functools import cache
 from itertools import product
 from math import prod
@@ -262,3 +264,9 @@ def test_what_cannot_be_is_refused_with_reasons() -> None:
         plan_for("gpt-tiny", "x=16")
     with pytest.raises(ScrimpError, match="A100-80"):
         plan(torch.nn.Linear(1, 1), (), "8xA1000")
+
+
+def test_a_plan_file_has_what_can_be_read_again_and_nothing_of_the_search() -> None:
+    data = json.loads(planned("gpt-tiny", "x=8").to_json())
+    fields = {field.name for field in dataclasses.fields(Plan)} - {"source"}
+    assert data.keys() == fields | {"format", "version"}

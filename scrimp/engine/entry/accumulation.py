@@ -21,7 +21,7 @@ from scrimp.errors import RunError
 
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
-    from scrimp.engine.schedule.planning import Planned
+    from scrimp.engine.schedule.planned import Planned
 
 
 class Accumulating:

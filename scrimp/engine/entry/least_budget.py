@@ -24,7 +24,7 @@ from scrimp.ledger import format_least, format_nbytes
 
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
-    from scrimp.engine.schedule.planning import Planned
+    from scrimp.engine.schedule.planned import Planned
 
 SHARE = 0.8  # of the machine's free memory
 GAPS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # tried on top of the allocated bytes, for fragmentation of the allocator

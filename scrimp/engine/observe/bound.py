@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from scrimp.chunks import DEVICE, STREAMED, Store, least_fetched_nbytes
 from scrimp.cluster import Machine
-from scrimp.engine.schedule.planning import Planned
+from scrimp.engine.schedule.planned import Planned
 from scrimp.engine.schedule.probe import probe_at_rest
 from scrimp.errors import RunError
 from scrimp.ledger import format_nbytes

@@ -15,7 +15,7 @@ from scrimp.chunks import Choice, CudaMeter, Meter, ScheduleStep
 from scrimp.ledger import Ledger
 
 if TYPE_CHECKING:
-    from scrimp.engine.schedule.planning import Planned
+    from scrimp.engine.schedule.planned import Planned
 
 ALIKE = 3  # metered steps in a row that take no more
 EVERY = 16

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -34,7 +34,7 @@ from scrimp.chunks import (
 )
 from scrimp.engine.entry.rank_calls import same_calls, same_settings
 from scrimp.engine.gradients.residuals import Residuals, Way
-from scrimp.engine.schedule.metering_policy import Seen
+from scrimp.engine.schedule.planned import Planned
 from scrimp.engine.schedule.probe import overlapped_updates
 from scrimp.engine.setup.process_groups import agreed
 from scrimp.engine.step.batch import Signature, covers
@@ -47,22 +47,6 @@ MOST_PLANS, MOST_SIZES = 64, 255
 WORTH_STREAMING = 0.2  # of a step's seconds, predicted: copies, updates and compute never overlap quite so well
 WORTH_ROUNDING = 0.02  # of a step's seconds: for a smaller gain residuals keep the more precise format
 MOST_REPLANS = 5  # a model that runs its layers in a new order every step is no longer planned for
-
-
-@dataclass
-class Planned:
-    """The plan for one batch shape. `kept` is None until the first trace."""
-
-    kept: frozenset[int] | None = None
-    offloaded: bool = False
-    choice: Choice | None = None
-    expected: tuple[tuple[int, ...], ...] = ()
-    trace: tuple[ScheduleStep, ...] = ()
-    costs: tuple[LayerCost, ...] = ()
-    again: frozenset[int] = frozenset()
-    replans: int = 0
-    seen: Seen | None = None
-    looked: bool | None = None  # replanned with measured times; the value is `Planning.checked` at that time
 
 
 class Planning:

@@ -21,7 +21,7 @@ from scrimp.errors import FitError, MoveError, RunError
 
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
-    from scrimp.engine.schedule.planning import Planned
+    from scrimp.engine.schedule.planned import Planned
 
 
 def gradients(engine: Training, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, torch.Tensor]:

@@ -258,7 +258,7 @@ class Plan:
         return cls.from_json(Path(path).read_text())
 
     def to_json(self) -> str:
-        data = {name: value for name, value in asdict(self._bare()).items() if name not in ("mesh", "asked")}
+        data = {name: value for name, value in asdict(self._bare()).items() if name not in ("mesh", "source")}
         return json.dumps({"format": FORMAT, "version": VERSION, "mesh": str(self.mesh), **data})
 
     def _bare(self) -> Plan:
