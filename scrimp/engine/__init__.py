@@ -3,9 +3,12 @@
 In:   an `nn.Module`, an optimizer, a `Memory` budget; then one batch per step.
 Out:  the loss; the model's parameters, updated as plain PyTorch would update them; a ledger of every byte.
 
-    step:   admit ──> forward/backward ──> check ──> exchange ──> update ──> learn
-              │         │    │               │           │           │         │
-            batch   residency gradients  grad_check  gradients/   update/  schedule/
+    step:   admit ──> forward and backward ──> check ──────> update ──> learn
+                        │            │           │             │          │
+                    residency    exchange    grad_check     update/   schedule/
+                     (step/)   (gradients/)
+
+Ranks exchange a layer's gradients as soon as backward has made them, so the exchange overlaps with backward.
 
 Read in this order:
 

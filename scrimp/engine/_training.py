@@ -50,7 +50,7 @@ from scrimp.engine.setup.process_groups import agreed, join_world, least_of_all,
 from scrimp.engine.setup.special_modules import check_modules
 from scrimp.engine.setup.validate import check_exchange, check_model, check_settings, mesh_of, optimizer_of, pick_device
 from scrimp.engine.setup.weight_sources import Source
-from scrimp.engine.step.attempts import gradients
+from scrimp.engine.step.attempts import compute_gradients
 from scrimp.engine.step.batch import loss_of, parts, signature, to_device
 from scrimp.engine.step.context import StepContext, running, warn_of_eval
 from scrimp.engine.step.interrupts import Interrupts, in_one_piece
@@ -216,9 +216,9 @@ class Training(Between, Accumulating):
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         start = time.perf_counter()
         self._admit()
-        # Forward and backward of all micro-batches, tried until they fit: step/attempts.py calls `forward_backwards`.
-        plan, loss = gradients(self, signature(args, kwargs), args, kwargs)
-        self.finish()  # check, exchange, update
+        # Forward and backward of all micro-batches, tried until they fit: step/attempts.py calls `run_micro_batches`.
+        plan, loss = compute_gradients(self, signature(args, kwargs), args, kwargs)
+        self.finish()  # the rest of the exchange, the gradient check, the update
         self._learn(plan, start)
         return loss
 
@@ -248,7 +248,7 @@ class Training(Between, Accumulating):
         self.steps += 1
         self.optimizer.counted()
 
-    def forward_backwards(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def run_micro_batches(self, plan: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if not self.pending:
             self.current = StepContext()
             self.exchanging.begin(self)
@@ -260,7 +260,7 @@ class Training(Between, Accumulating):
                 self.residents.begin_step(self.steps, schedule, plan.expected, metering=self._metering.metering)
                 for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, count)):
                     self.current.last_part = k == count - 1 and not self.accumulating
-                    losses.append(self._forward_backward(part_args, part_kwargs))
+                    losses.append(self._run_micro_batch(part_args, part_kwargs))
                     self.residents.retire_rest()
                 traced, schedule_steps = self.residents.end_step()
                 self.current.trace = schedule_steps if self._metering.learn(plan, schedule_steps, traced=traced) else None
@@ -270,12 +270,12 @@ class Training(Between, Accumulating):
             raise self.named_error(error) from error
         return torch.stack(losses).mean()
 
-    def _forward_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _run_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self.current.part_arrived = set()
         args, kwargs = to_device(args, kwargs, self.device, self.input_dtype)
-        metering = self.out_of_module if self.out_of_module.found or self.residents.tracing else nullcontext()
+        outside = self.out_of_module if self.out_of_module.found or self.residents.tracing else nullcontext()
         again = self._out_of_module_again if self._out_of_module_again.layers or self.residents.tracing else nullcontext()
-        with self.residents.saving(), metering:  # also during backward: checkpointed parts of the model run forward again there
+        with self.residents.saving(), outside:  # also during backward: checkpointed parts of the model run forward again there
             out = self.model(*args, **kwargs)
             loss = loss_of(self.loss(out) if self.loss is not None else out)
             del out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import torch
 
 from scrimp.chunks.tables.optimizers import SGD, AdamW, Optimizer
@@ -25,3 +27,5 @@ def update(
             weight_decay=optimizer.weight_decay, momentum=optimizer.momentum, lr=lr, dampening=optimizer.dampening,
             nesterov=optimizer.nesterov, maximize=False, is_first_step=count == 1, grad_scale=None, found_inf=None,
         )  # fmt: skip
+    else:
+        assert_never(optimizer)

@@ -8,6 +8,8 @@ whole tensor. int8 states are decoded and encoded tile by tile (`tables/state_co
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import torch
 
 from scrimp.chunks.kernels.device_update import Fused
@@ -109,3 +111,5 @@ def _whole(
             lr=lr, momentum=optimizer.momentum, dampening=optimizer.dampening, weight_decay=optimizer.weight_decay,
             nesterov=optimizer.nesterov, count=count, threads=threads,
         )  # fmt: skip
+    else:
+        assert_never(optimizer)

@@ -12,7 +12,7 @@ import torch
 
 from scrimp.chunks import ScheduleStep
 from scrimp.engine.entry.rank_calls import called, explained, same_settings
-from scrimp.engine.step.attempts import gradients
+from scrimp.engine.step.attempts import compute_gradients
 from scrimp.engine.step.batch import signature
 from scrimp.engine.step.context import warn_of_eval
 from scrimp.engine.step.interrupts import Interrupts, in_one_piece
@@ -54,7 +54,7 @@ class Accumulating:
         try:
             with explained(engine):
                 # The key differs from that of a step's batch, because a step runs `micro_batches` parts in a row.
-                plan, loss = gradients(engine, (("backward", ()), *signature(args, kwargs)), args, kwargs)
+                plan, loss = compute_gradients(engine, (("backward", ()), *signature(args, kwargs)), args, kwargs)
         except BaseException as error:
             if before and not self.pending:
                 self._lost = f"engine.backward call {before + 1} failed when it had gradients ({type(error).__name__})"

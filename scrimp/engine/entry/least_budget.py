@@ -86,7 +86,7 @@ def _trial(engine: Training, plan: Planned, args: tuple[Any, ...], kwargs: dict[
     engine.rollback.begin(tracing=True)
     peaks: Peaks | FitError | StepAgain
     try:
-        engine.forward_backwards(plan, args, kwargs)
+        engine.run_micro_batches(plan, args, kwargs)
         peaks = Peaks(device_nbytes=engine.ledger.peak_nbytes, offloaded_nbytes=dict(host.peak.by_kind).get("activations", 0))
     except FitError as error:
         peaks = error.bare()

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from scrimp.engine.schedule.planned import Planned
 
 
-def gradients(engine: Training, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, torch.Tensor]:
+def compute_gradients(
+    engine: Training, key: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Planned, torch.Tensor]:
     """Gradients of a whole batch in `micro_batches` parts, or of one part that joins the `pending` ones."""
     try:
         if not engine.pending:
@@ -41,7 +43,7 @@ def gradients(engine: Training, key: Signature, args: tuple[Any, ...], kwargs: d
         engine.rollback.begin(tracing=plan.choice is None)
         engine.residents.timing.typical = engine.planning.typical
         try:
-            loss = engine.forward_backwards(plan, args, kwargs)
+            loss = engine.run_micro_batches(plan, args, kwargs)
             break
         except FitError as error:
             # No weight has changed yet, so a retry with less memory is possible. But only after this clause: the error and
