@@ -83,15 +83,11 @@ def test_bit_equal_to_plain_pytorch(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_equal_one_process(name: str) -> None:
-    def make(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
-
-    plain, _ = train_fp32(jobs.ByPosition(model_of(name)), jobs.batches(10, batch=8), make, loss_of=lambda out: out.loss)
-    for got in pool(2).run(jobs.train, name, 10, "recompute,offload", timeout_seconds=300):
-        for key, value in plain.items():
-            error = float((got[key.removeprefix("model.")] - value).abs().max() / value.abs().max().clamp(min=1e-6))
-            assert error <= 1e-5, f"{key}: {error}"
+def test_two_ranks_equal_pytorchs_data_parallel(name: str) -> None:
+    """Every step is the one that PyTorch's data parallel makes of the same weights, up to roundings that are counted."""
+    (first, *_, errors), (second, *_) = pool(2).run(jobs.alongside, name, 4, "recompute,offload", timeout_seconds=300)
+    assert not {key: times for key, times in errors.items() if not times <= 1}, "errors, as multiples of their bounds"
+    assert all(torch.equal(second[key], value) for key, value in first.items())
 
 
 @pytest.mark.parametrize("name", MODELS)

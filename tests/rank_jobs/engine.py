@@ -6,11 +6,13 @@ import copy
 import os
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scrimp import zoo
@@ -86,21 +88,29 @@ def plain(name: str, steps: int, optimizer: str, clip: float | None) -> dict:
 def alongside(
     name: str, steps: int, optimizer: str, settings: dict
 ) -> tuple[dict[str, torch.Tensor], int, int, int, dict[str, float]]:
+    """A model of the zoo, with PyTorch's data parallel beside it: `beside_ddp`."""
+    batches = [zoo.example_batch(name, batch=8, step=step) for step in range(steps)]
+    return beside_ddp(lambda: zoo.build(name), batches, optimizer, settings)
+
+
+def beside_ddp(
+    build: Callable[[], nn.Module], batches: list, optimizer: str, settings: dict
+) -> tuple[dict[str, torch.Tensor], int, int, int, dict[str, float]]:
     """As `train`, with PyTorch's data parallel beside it. In every step it begins with the engine's weights, and its gradients
     go through the optimizer's formulas in fp64. What `train` gives, and for each tensor the engine's largest error as a multiple
     of its bound."""
     world, rank, accumulate = dist.get_world_size(), dist.get_rank(), settings.get("micro_batches", 1)
     torch.manual_seed(rank)  # rank 0's weights count
     spec = AdamW(lr=1e-2, eps=1e-4) if optimizer == "adamw" else SGD(lr=0.1, momentum=0.9)
-    engine = Engine(zoo.build(name), optimizer=spec, memory=Memory(device="1GiB"), device="cpu", **settings)
-    model = zoo.build(name)
+    engine = Engine(build(), optimizer=spec, memory=Memory(device="1GiB"), device="cpu", **settings)
+    model = build()
     parallel = DistributedDataParallel(model)
     parameters = dict(model.named_parameters())
     rules = {key: bounds.Adam(eps=1e-4) if optimizer == "adamw" else bounds.Momentum() for key in parameters}
     worst = dict.fromkeys(model.state_dict(), 0.0)
     state = {key: value.clone() for key, value in engine.iter_state()}
-    for step in range(steps):
-        batch = [tensor.chunk(world)[rank] for tensor in zoo.example_batch(name, batch=8, step=step)]
+    for step, whole in enumerate(batches):
+        batch = [tensor.chunk(world)[rank] for tensor in whole]
         parts = [*zip(*(tensor.chunk(accumulate) for tensor in batch), strict=True)]
         model.load_state_dict(state)
         sizes = dict.fromkeys(parameters, 0.0)

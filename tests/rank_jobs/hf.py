@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from scrimp.chunks.tables.optimizers import AdamW
-from scrimp.engine import Engine, Memory
+from tests.rank_jobs.engine import beside_ddp
 from tests.support.reference import Batch
 
 VOCAB, SEQ = 64, 24
@@ -60,12 +58,14 @@ class ByPosition(nn.Module):
         return self.model(input_ids=tokens, labels=labels)
 
 
-def train(name: str, steps: int, recompute: str) -> dict[str, torch.Tensor]:
-    """This rank's share of global batches of 8."""
-    torch.manual_seed(dist.get_rank())  # rank 0's weights count
-    settings = {"precision": "fp32", "activations": recompute, "chunk_numel": 5000, "device": "cpu"}
-    engine = Engine(build(name), optimizer=AdamW(lr=1e-2, eps=1e-4), memory=Memory(device="1GiB"), **settings)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for tokens, labels in batches(steps, batch=8):
-        engine.step(input_ids=tokens.chunk(world)[rank], labels=labels.chunk(world)[rank])
-    return {key: value.clone() for key, value in engine.iter_state()}
+class Loss(ByPosition):
+    """What the model says of a batch, and nothing else."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        return super().forward(tokens, labels).loss
+
+
+def alongside(name: str, steps: int, activations: str) -> tuple[dict[str, torch.Tensor], int, int, int, dict[str, float]]:
+    """With PyTorch's data parallel beside it, step by step, on this rank's share of global batches of 8."""
+    settings = {"precision": "fp32", "activations": activations, "chunk_numel": 5000}
+    return beside_ddp(lambda: Loss(build(name)), batches(steps, batch=8), "adamw", settings)
