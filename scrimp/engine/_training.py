@@ -34,7 +34,7 @@ from scrimp.chunks import (
 from scrimp.engine.entry.accumulation import Accumulating
 from scrimp.engine.entry.between_steps import Between
 from scrimp.engine.entry.optimizer_handle import Handle
-from scrimp.engine.entry.rank_calls import Calls, called, explained
+from scrimp.engine.entry.rank_calls import Calls, begin_call, naming_calls
 from scrimp.engine.gradients.dense import DenseExchange
 from scrimp.engine.gradients.protocol import Exchange
 from scrimp.engine.gradients.sparse import SparseExchange
@@ -209,8 +209,8 @@ class Training(Between, Accumulating):
         """Train on this rank's whole batch and return the mean loss, detached. Every module keeps its train or eval mode. A
         step that fails before its update restores the previous state. A step that fails during its update leaves the weights
         inconsistent, so the engine can only load a checkpoint."""
-        called(self, "step")
-        with explained(self):
+        begin_call(self, "step")
+        with naming_calls(self):
             return self._step(args, kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

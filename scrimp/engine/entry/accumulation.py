@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from scrimp.chunks import ScheduleStep
-from scrimp.engine.entry.rank_calls import called, explained, same_settings
+from scrimp.engine.entry.rank_calls import begin_call, naming_calls, same_settings
 from scrimp.engine.step.attempts import compute_gradients
 from scrimp.engine.step.batch import signature
 from scrimp.engine.step.context import warn_of_eval
@@ -43,7 +43,7 @@ class Accumulating:
         documents it."""
         engine, before = self._all, self.pending
         self._check()
-        called(engine, "backward")
+        begin_call(engine, "backward")
         engine.check_usable()
         warn_of_eval(engine.model, engine.steps)
         engine.planning.checked = True  # no update begins before `update`
@@ -52,7 +52,7 @@ class Accumulating:
             self._lost, self._traces = "", []
         self.accumulating = engine.store.pending = True
         try:
-            with explained(engine):
+            with naming_calls(engine):
                 # The key differs from that of a step's batch, because a step runs `micro_batches` parts in a row.
                 plan, loss = compute_gradients(engine, (("backward", ()), *signature(args, kwargs)), args, kwargs)
         except BaseException as error:
@@ -70,8 +70,8 @@ class Accumulating:
     @in_one_piece
     def update(self) -> None:
         """Update with the gradients of all calls of `backward` since the last update: checked and clipped as in a step."""
-        called(self._all, "update")
-        with explained(self._all):
+        begin_call(self._all, "update")
+        with naming_calls(self._all):
             self._update()
 
     def _update(self) -> None:

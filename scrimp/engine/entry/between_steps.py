@@ -13,7 +13,7 @@ from torch import nn
 from scrimp.engine.entry.checkpoints import iter_state, load_state, save_state
 from scrimp.engine.entry.evaluate import evaluate
 from scrimp.engine.entry.full_parameters import full_parameters
-from scrimp.engine.entry.rank_calls import called, explained
+from scrimp.engine.entry.rank_calls import begin_call, naming_calls
 from scrimp.engine.observe.bound import Bound, bound
 from scrimp.engine.step.interrupts import Interrupts, in_one_piece
 from scrimp.errors import RunError
@@ -50,9 +50,9 @@ class Between:
         moved to the device: `engine.evaluate(model.generate, ids, max_new_tokens=20)`. A function that does not fit may be
         called a second time, after layers have left the device. On several ranks all must run the same layers in the same
         order (`synced_gpus=True` for generate)."""
-        called(self._whole, "evaluate")
+        begin_call(self._whole, "evaluate")
         self._whole.check_usable()
-        with explained(self._whole):
+        with naming_calls(self._whole):
             return evaluate(self._whole, args, kwargs)
 
     def full_parameters(self, *names: str) -> AbstractContextManager[nn.Module]:
@@ -67,7 +67,7 @@ class Between:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
-        called(self._whole, "state_dict")
+        begin_call(self._whole, "state_dict")
         state = {}
         for name, tensor in iter_state(self._whole):
             if self._whole.wire.rank == 0:
@@ -76,20 +76,20 @@ class Between:
 
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in fp32 by every name it has, and every buffer; every rank gets all of them, one at a time."""
-        called(self._whole, "iter_state")
+        begin_call(self._whole, "iter_state")
         yield from iter_state(self._whole)
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: weights, masters, states, step, random state, learning rates and the other settings of the
         optimizer's groups; complete or not there at all. The state of a scheduler is yours: `scheduler.state_dict()`."""
-        called(self._whole, "save")
+        begin_call(self._whole, "save")
         save_state(self._whole, folder)
 
     def load(self, folder: str | Path) -> None:
         """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with. Learning rates are
         those of the checkpoint, as with `load_state_dict` of torch's optimizers, unless `lr` is a function; set `engine.lr`
         afterwards for others."""
-        called(self._whole, "load")
+        begin_call(self._whole, "load")
         load_state(self._whole, folder)
 
     def check_open(self) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from scrimp.chunks import Slot
 from scrimp.engine.entry.checkpoints import full_values
-from scrimp.engine.entry.rank_calls import called
+from scrimp.engine.entry.rank_calls import begin_call
 from scrimp.errors import FitError, RunError
 from scrimp.ledger import format_nbytes
 
@@ -29,7 +29,7 @@ Chosen = dict[int, tuple[int, Slot]]  # by the id of the weight: its layer and s
 
 @contextmanager
 def full_parameters(engine: Training, patterns: tuple[str, ...]) -> Iterator[nn.Module]:
-    called(engine, "full_parameters")
+    begin_call(engine, "full_parameters")
     engine.check_usable()
     chosen = _chosen(engine, patterns)
     nbytes = sum(4 * slot.numel for _, slot in chosen.values())

@@ -168,7 +168,7 @@ def _own() -> torch.Generator:
     return generator
 
 
-def called(engine: Training, name: str) -> None:
+def begin_call(engine: Training, name: str) -> None:
     """Registers the start of a public call that all ranks make together."""
     if engine.residents.active:
         inside = engine.calls.name
@@ -181,7 +181,7 @@ def called(engine: Training, name: str) -> None:
 
 
 @contextmanager
-def explained(engine: Training) -> Iterator[None]:
+def naming_calls(engine: Training) -> Iterator[None]:
     """Wraps communication: if it fails while another rank is in another call, the error names both calls."""
     try:
         yield

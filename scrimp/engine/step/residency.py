@@ -22,7 +22,7 @@ from scrimp.engine.step.timing import Timing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Handle:
+class SavedWeight:
     """What autograd saves in place of a weight: its location, not its values."""
 
     layer: int
@@ -121,7 +121,7 @@ class Residents:
         """Returns whether the step traced, from its start or from where it left its schedule, and its schedule steps."""
         self.timing.pause()
         if self.mode is not Mode.STATIC:
-            self._close_step()
+            self._close_schedule_step()
         self._current = ()
         traced = self.tracing
         keeps = self._schedule.keeps if self._schedule is not None else ()
@@ -230,12 +230,12 @@ class Residents:
         if needs == self._current and all(self.ready(other) for other in needs):
             return
         with self.quietly():
-            self._begin_step(layer, needs, empty)
+            self._begin_schedule_step(layer, needs, empty)
 
     def quietly(self) -> Quietly:
         return Quietly(self)
 
-    def _begin_step(self, layer: int, needs: tuple[int, ...], empty: bool) -> None:
+    def _begin_schedule_step(self, layer: int, needs: tuple[int, ...], empty: bool) -> None:
         bring = [other for other in needs if not (empty and other == layer)]
         if self._aside:
             self._current = needs
@@ -244,7 +244,7 @@ class Residents:
             self._bring(bring, layer)
             return
         self.timing.pause()
-        self._close_step()
+        self._close_schedule_step()
         self._current = needs
         self._empty = (layer,) if empty else ()
         self.say(Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD)
@@ -350,10 +350,10 @@ class Residents:
             self.meter.mark_saved(tensor)
             # Detached: an output saved with its graph would be a reference cycle, and survive a failed step.
             return detached(tensor), tensor._version
-        return Handle(layer=layer, size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
+        return SavedWeight(layer=layer, size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Handle):
+        if isinstance(packed, SavedWeight):
             self.touch(packed.layer)
             return self.store.flats[packed.layer].as_strided(packed.size, packed.stride, packed.offset)
         tensor: torch.Tensor = packed[0]
@@ -366,7 +366,7 @@ class Residents:
 
     # Recording.
 
-    def _close_step(self) -> None:
+    def _close_schedule_step(self) -> None:
         if self._current:
             peak = self.meter.reset_peak()
             self.trace.append(ScheduleStep(needs=self._current, room_nbytes=peak, ends=tuple(self._ends), empty=self._empty))
