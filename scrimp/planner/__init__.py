@@ -3,8 +3,8 @@
 In:   a model (or a captured `Graph`), a batch, a `Cluster`, a memory limit.
 Out:  a `Plan`: the layout of every tensor, predicted bytes and seconds, and a proven optimality gap.
 
-    capture ──> shard ──> cost ──> build ──> solve ──> report
-    (Graph)    options    moves    Problem   choice     Plan
+    capture ──> shard ──> cost ──> formulate ──> solve ──> report
+    (Graph)    options    moves     Problem      choice    Plan
 
     minimise  peak = max over points t of  sum of bytes held at t        first
               time = sum of operator seconds + move seconds              then, with the peak bounded
@@ -15,7 +15,7 @@ Read in this order:
     validate.py, micro_batches.py, deadline.py, host_tier.py    arguments, micro-batches, the time limit, advice
     shard/      dims as products of atoms; operators that split alike become one group; what a group may choose
     cost/       seconds and bytes of a move, of states at rest (ZeRO levels), of saved activations
-    build/      the problem: nodes, edges and holds, from the layers of a model
+    formulation/  the problem: nodes, edges and holds, from the layers of a model
     solver/     the integer program without torch: presolve, linear program, local search, branch and bound, Pareto front
     large/      the same for tens of thousands of distinct nodes: propagation, contraction, descent over trees
     mesh/       the search on one mesh with many axes, and its lower bound
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from scrimp.planner.answers.what_if import change_of
     from scrimp.planner.api import captured, limit_of, plan
     from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, compare
-    from scrimp.planner.build.assembly import Assembly
-    from scrimp.planner.build.on_mesh import Layers, OnMesh
     from scrimp.planner.cost.activation_policy import KEEP, WAYS
     from scrimp.planner.cost.zero_levels import precision_of
+    from scrimp.planner.formulation.assembly import Assembly
+    from scrimp.planner.formulation.on_mesh import Layers, OnMesh
     from scrimp.planner.pipeline.plan import schedules
     from scrimp.planner.pipeline.stage_devices import stage_cluster, whole_mesh
     from scrimp.planner.solver.backend import solver_name
@@ -73,9 +73,9 @@ __getattr__ = lazily(
         "Comparison": "scrimp.planner.baselines.compare",
         "Drawn": "scrimp.planner.baselines.compare",
         "compare": "scrimp.planner.baselines.compare",
-        "Assembly": "scrimp.planner.build.assembly",
-        "Layers": "scrimp.planner.build.on_mesh",
-        "OnMesh": "scrimp.planner.build.on_mesh",
+        "Assembly": "scrimp.planner.formulation.assembly",
+        "Layers": "scrimp.planner.formulation.on_mesh",
+        "OnMesh": "scrimp.planner.formulation.on_mesh",
         "KEEP": "scrimp.planner.cost.activation_policy",
         "WAYS": "scrimp.planner.cost.activation_policy",
         "precision_of": "scrimp.planner.cost.zero_levels",

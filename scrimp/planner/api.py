@@ -23,11 +23,11 @@ from scrimp.ledger import parse_nbytes
 from scrimp.planner.answers.from_solution import plan_fields
 from scrimp.planner.answers.plan import Plan
 from scrimp.planner.answers.unsharded_ops import costs_of_whole
-from scrimp.planner.build.assembly import Assembly
-from scrimp.planner.build.on_mesh import Layers, OnMesh
 from scrimp.planner.cost.activation_policy import KEEP
 from scrimp.planner.cost.zero_levels import Precision, accumulating, precision_of
 from scrimp.planner.deadline import Deadline
+from scrimp.planner.formulation.assembly import Assembly
+from scrimp.planner.formulation.on_mesh import Layers, OnMesh
 from scrimp.planner.host_tier import host_tier
 from scrimp.planner.mesh.search import Best, Request, best_known_on, best_on, bound_of, order
 from scrimp.planner.micro_batches import micro_batch, rows_of

@@ -101,3 +101,12 @@ def test_every_module_has_tests_where_they_are_looked_for() -> None:
         if where is None or not (ROOT / where).exists():
             missing.append(str(inside))
     assert not missing
+
+
+def test_every_folder_of_modules_is_a_package_with_a_page() -> None:
+    """A folder without an `__init__.py` can be imported all the same, but no tool finds it: `.gitignore` once hid one."""
+    folders = {path.parent for path in (ROOT / "scrimp").rglob("*.py")}
+    without = [str(folder.relative_to(ROOT)) for folder in sorted(folders) if not (folder / "__init__.py").exists()]
+    assert not without
+    for folder in sorted(folders):
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), f"{folder} has no page"

@@ -11,9 +11,9 @@ import torch
 from scrimp import Cluster, Mesh, Plan, plan, zoo
 from scrimp.planner.api import captured, plan_graph
 from scrimp.planner.baselines.compare import compare
-from scrimp.planner.build.on_mesh import Layers
 from scrimp.planner.cost.zero_levels import precision_of
 from scrimp.planner.deadline import Deadline
+from scrimp.planner.formulation.on_mesh import Layers
 from scrimp.planner.mesh import search
 from scrimp.planner.mesh.search import Request, best_known_on, best_on
 from scrimp.planner.solver.session import Session

@@ -21,8 +21,8 @@ from scrimp.ledger import format_nbytes
 from scrimp.planner.answers.find import Where, find, main_op, ops_of, path_of
 from scrimp.planner.answers.from_solution import level_of, option_of, planned_op, planned_weight
 from scrimp.planner.answers.plan import Plan, PlannedOp, PlannedWeight, Schedule
-from scrimp.planner.build.assembly import Assembly
 from scrimp.planner.cost.zero_levels import levels
+from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.solver.next_best import Forbidden, held_at, next_best
 from scrimp.planner.solver.problem import Problem
 from scrimp.planner.solver.solve import TIME, Solution, solve

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from scrimp.capture import Graph, Op
 from scrimp.errors import PlanError
-from scrimp.planner.build.assembly import Assembly
+from scrimp.planner.formulation.assembly import Assembly
 
 Where = tuple[int, int]  # a part and a group in it
 

@@ -9,9 +9,9 @@ from typing import Any
 from scrimp.capture import Op
 from scrimp.layout import Mesh
 from scrimp.planner.answers.plan import Kind, Plan, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
-from scrimp.planner.build.assembly import Assembly
-from scrimp.planner.build.builder import Sketch
 from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, levels
+from scrimp.planner.formulation.assembly import Assembly
+from scrimp.planner.formulation.builder import Sketch
 from scrimp.planner.shard.layer_runs import Part
 from scrimp.planner.shard.options import Option
 from scrimp.planner.shard.placement import Placed

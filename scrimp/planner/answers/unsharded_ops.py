@@ -9,7 +9,7 @@ from math import prod
 from scrimp.capture import LayerGraph, Op, Value
 from scrimp.move import ITEMSIZE
 from scrimp.planner.answers.plan import KeptWhole
-from scrimp.planner.build.assembly import Assembly
+from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.shard.options import Work
 from scrimp.planner.solver.problem import Problem
 from scrimp.planner.solver.solve import Solution

@@ -24,8 +24,8 @@ from scrimp.planner.answers.unsharded_ops import costs_of_whole
 from scrimp.planner.api import PlanSource, Say, captured
 from scrimp.planner.baselines.starts import Known
 from scrimp.planner.baselines.strategies import FULL, SELECTIVE, SHARED, SPLIT, Baseline
-from scrimp.planner.build.on_mesh import Layers, OnMesh
 from scrimp.planner.cost.zero_levels import Precision, precision_of
+from scrimp.planner.formulation.on_mesh import Layers, OnMesh
 from scrimp.planner.solver.solve import TIME
 
 Make = Callable[[Mesh], Baseline]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from scrimp.errors import PlanError
 from scrimp.layout import Mesh
 from scrimp.planner.baselines.strategies import FULL, SELECTIVE, SHARED, SPLIT, Baseline
-from scrimp.planner.build.assembly import Assembly
-from scrimp.planner.build.on_mesh import OnMesh
 from scrimp.planner.cost.activation_policy import KEEP, RECOMPUTE
 from scrimp.planner.cost.zero_levels import NOTHING, Precision
+from scrimp.planner.formulation.assembly import Assembly
+from scrimp.planner.formulation.on_mesh import OnMesh
 from scrimp.planner.solver.evaluate import evaluate, held_nbytes
 from scrimp.planner.solver.found import TIME_LIMIT
 from scrimp.planner.solver.problem import Problem

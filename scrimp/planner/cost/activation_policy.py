@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from scrimp.planner.build.builder import Numbers
+from scrimp.planner.formulation.builder import Numbers
 
 KEEP, RECOMPUTE, OFFLOAD = "keep", "recompute", "offload"
 WAYS = (KEEP, RECOMPUTE, OFFLOAD)

@@ -7,8 +7,8 @@ from math import prod
 
 import numpy as np
 
-from scrimp.planner.build.builder import Numbers
 from scrimp.planner.cost.greedy_move import AxisWise
+from scrimp.planner.formulation.builder import Numbers
 from scrimp.planner.shard.placement import Placed, common, placed
 
 Places = tuple[Placed, ...]

@@ -14,9 +14,9 @@ from math import inf
 
 import numpy as np
 
-from scrimp.planner.build.on_mesh import OnMesh
 from scrimp.planner.cost.zero_levels import Precision
 from scrimp.planner.deadline import Deadline
+from scrimp.planner.formulation.on_mesh import OnMesh
 from scrimp.planner.shard.layer_runs import Part
 from scrimp.planner.solver.model import PEAK
 from scrimp.planner.solver.problem import Hold, Problem

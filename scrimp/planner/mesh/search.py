@@ -22,10 +22,10 @@ from scrimp.cluster import Cluster
 from scrimp.errors import FitError
 from scrimp.layout import Mesh
 from scrimp.planner.baselines.starts import Known
-from scrimp.planner.build.assembly import Assembly
-from scrimp.planner.build.on_mesh import Layers, Looked, OnMesh
 from scrimp.planner.cost.zero_levels import Precision, levels
 from scrimp.planner.deadline import Deadline
+from scrimp.planner.formulation.assembly import Assembly
+from scrimp.planner.formulation.on_mesh import Layers, Looked, OnMesh
 from scrimp.planner.mesh.relaxation_bound import bound_on
 from scrimp.planner.shard.options import Split
 from scrimp.planner.solver.model import HELD, PEAK, SECONDS

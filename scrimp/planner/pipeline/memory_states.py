@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from scrimp.planner.build.builder import AWAY, FLIGHT, ONCE, Numbers, Sketch
+from scrimp.planner.formulation.builder import AWAY, FLIGHT, ONCE, Numbers, Sketch
 from scrimp.planner.pipeline.schedule import Scene
 
 Key = tuple[int, int, str]

@@ -18,7 +18,7 @@ from math import inf
 
 import numpy as np
 
-from scrimp.planner.build.builder import Numbers
+from scrimp.planner.formulation.builder import Numbers
 
 Cut = tuple[int, ...]  # the first layer of each stage, then the end
 

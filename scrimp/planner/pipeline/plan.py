@@ -10,8 +10,8 @@ from scrimp.errors import PlanError
 from scrimp.planner.answers.from_solution import layers_of, memory_at
 from scrimp.planner.answers.plan import KeptWhole, Plan, PlannedLayers, PlannedMemory, PlannedStage, Schedule
 from scrimp.planner.answers.unsharded_ops import costs_of_whole
-from scrimp.planner.build.assembly import Assembly
 from scrimp.planner.deadline import Deadline
+from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.pipeline.planner import Planner, Say, Staged
 from scrimp.planner.pipeline.stage import Setup, Stage
 from scrimp.planner.shard.layer_runs import names_of_points

@@ -12,12 +12,12 @@ from math import prod
 from scrimp.capture import Graph
 from scrimp.cluster import Link
 from scrimp.move import ITEMSIZE
-from scrimp.planner.build.assembly import Assembly, Rates
-from scrimp.planner.build.builder import BACKWARD, FORWARD, GRADIENT, INPUT, ONCE
-from scrimp.planner.build.stage_boundary import Outside
 from scrimp.planner.cost.activation_policy import KEEP
 from scrimp.planner.cost.move_tables import Moves
 from scrimp.planner.cost.zero_levels import Precision
+from scrimp.planner.formulation.assembly import Assembly, Rates
+from scrimp.planner.formulation.builder import BACKWARD, FORWARD, GRADIENT, INPUT, ONCE
+from scrimp.planner.formulation.stage_boundary import Outside
 from scrimp.planner.pipeline.memory_states import joined
 from scrimp.planner.pipeline.schedule import Scene, Work, scenes, tasks
 from scrimp.planner.shard.layer_model import LayerModel

@@ -9,9 +9,9 @@ import torch
 
 from scrimp import Cluster, Mesh, zoo
 from scrimp.planner.api import captured
-from scrimp.planner.build.on_mesh import Layers, OnMesh
 from scrimp.planner.cost.zero_levels import precision_of
 from scrimp.planner.deadline import Deadline
+from scrimp.planner.formulation.on_mesh import Layers, OnMesh
 from scrimp.planner.mesh import search
 from scrimp.planner.mesh.relaxation_bound import bound_on
 from scrimp.planner.mesh.search import Request, best_on, merged_meshes

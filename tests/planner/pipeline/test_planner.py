@@ -14,9 +14,9 @@ from scrimp import Cluster, FitError, Plan, PlanError, plan, zoo
 from scrimp.capture import Graph
 from scrimp.planner import evaluate
 from scrimp.planner.api import captured
-from scrimp.planner.build.on_mesh import Layers, OnMesh
 from scrimp.planner.cost.zero_levels import accumulating, precision_of
 from scrimp.planner.deadline import Deadline
+from scrimp.planner.formulation.on_mesh import Layers, OnMesh
 from scrimp.planner.micro_batches import micro_batch, rows_of
 from scrimp.planner.pipeline.plan import schedules
 from scrimp.planner.pipeline.planner import Planner

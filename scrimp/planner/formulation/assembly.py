@@ -21,16 +21,16 @@ import numpy as np
 from scrimp.capture import Graph, Value
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
-from scrimp.planner.shard.layer_model import LayerModel, Use
-from scrimp.planner.cost.move_tables import Moves
-from scrimp.planner.shard.options import Option
-from scrimp.planner.build.stage_boundary import NOWHERE, Outside, draw_outside
-from scrimp.planner.shard.placement import Placed
-from scrimp.planner.build.builder import ACTIVATIONS, BACKWARD, BUFFERS, FLIGHT, FORWARD, TEMPORARIES, Numbers, Sketch
-from scrimp.planner.shard.layer_runs import Part, names_of_points
-from scrimp.planner.cost.zero_levels import Precision
 from scrimp.planner.cost.activation_policy import KEEP, OFFLOAD, RECOMPUTE, WAYS, Ways
-from scrimp.planner.build.weight_nodes import draw_weights
+from scrimp.planner.cost.move_tables import Moves
+from scrimp.planner.cost.zero_levels import Precision
+from scrimp.planner.formulation.builder import ACTIVATIONS, BACKWARD, BUFFERS, FLIGHT, FORWARD, TEMPORARIES, Numbers, Sketch
+from scrimp.planner.formulation.stage_boundary import NOWHERE, Outside, draw_outside
+from scrimp.planner.formulation.weight_nodes import draw_weights
+from scrimp.planner.shard.layer_model import LayerModel, Use
+from scrimp.planner.shard.layer_runs import Part, names_of_points
+from scrimp.planner.shard.options import Option
+from scrimp.planner.shard.placement import Placed
 
 
 @dataclass(frozen=True, kw_only=True)

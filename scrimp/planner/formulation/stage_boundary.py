@@ -21,10 +21,8 @@ import numpy as np
 from scrimp.capture import Value
 from scrimp.cluster import DEFAULT_LINK, Link
 from scrimp.move import ITEMSIZE
-from scrimp.planner.shard.layer_model import Use
-from scrimp.planner.shard.options import Option
-from scrimp.planner.shard.placement import Placed
-from scrimp.planner.build.builder import (
+from scrimp.planner.cost.activation_policy import RECOMPUTE
+from scrimp.planner.formulation.builder import (
     ACTIVATIONS,
     AWAY,
     BACKWARD,
@@ -35,11 +33,13 @@ from scrimp.planner.build.builder import (
     TEMPORARIES,
     Numbers,
 )  # fmt: skip
+from scrimp.planner.shard.layer_model import Use
+from scrimp.planner.shard.options import Option
+from scrimp.planner.shard.placement import Placed
 from scrimp.planner.shard.stage_subgraph import Relay
-from scrimp.planner.cost.activation_policy import RECOMPUTE
 
 if TYPE_CHECKING:
-    from scrimp.planner.build.assembly import Assembly
+    from scrimp.planner.formulation.assembly import Assembly
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,9 @@ import numpy as np
 
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
-from scrimp.planner.shard.options import Option
-from scrimp.planner.build.builder import (
+from scrimp.planner.cost.activation_policy import RECOMPUTE
+from scrimp.planner.cost.zero_levels import AtRest, Used, at_rest, levels
+from scrimp.planner.formulation.builder import (
     BACKWARD,
     FORWARD,
     GRADIENTS,
@@ -27,11 +28,10 @@ from scrimp.planner.build.builder import (
     Numbers,
 )  # fmt: skip
 from scrimp.planner.shard.layer_runs import Part
-from scrimp.planner.cost.zero_levels import AtRest, Used, at_rest, levels
-from scrimp.planner.cost.activation_policy import RECOMPUTE
+from scrimp.planner.shard.options import Option
 
 if TYPE_CHECKING:
-    from scrimp.planner.build.assembly import Assembly
+    from scrimp.planner.formulation.assembly import Assembly
 
 
 def draw_weights(problem: Assembly, k: int, part: Part) -> None:

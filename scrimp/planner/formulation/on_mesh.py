@@ -12,14 +12,14 @@ from functools import cached_property
 from scrimp.capture import Graph
 from scrimp.cluster import Cluster
 from scrimp.layout import Mesh
-from scrimp.planner.build.assembly import Assembly, Rates
-from scrimp.planner.cost.greedy_move import AxisWise
-from scrimp.planner.shard.layer_model import LayerModel, model_of
-from scrimp.planner.cost.move_tables import Moves
-from scrimp.planner.shard.options import Option, Split, option, splits
-from scrimp.planner.shard.layer_runs import Part, parts_of
-from scrimp.planner.cost.zero_levels import Precision
 from scrimp.planner.cost.activation_policy import WAYS
+from scrimp.planner.cost.greedy_move import AxisWise
+from scrimp.planner.cost.move_tables import Moves
+from scrimp.planner.cost.zero_levels import Precision
+from scrimp.planner.formulation.assembly import Assembly, Rates
+from scrimp.planner.shard.layer_model import LayerModel, model_of
+from scrimp.planner.shard.layer_runs import Part, parts_of
+from scrimp.planner.shard.options import Option, Split, option, splits
 from scrimp.rules import rule_of
 
 Narrow = Callable[[Graph, Mesh, list[LayerModel]], list[LayerModel]]

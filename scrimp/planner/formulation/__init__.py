@@ -1,0 +1,1 @@
+"""The integer program of a model: nodes, edges and holds, from its layers."""
