@@ -115,6 +115,7 @@ check-release:
 	@build/check/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation $(MADE)
 	@cd build/check && bin/python -c "import scrimp, sys; assert 'site-packages' in scrimp.__file__; assert 'torch' not in sys.modules"
 	@cd build/check && bin/scrimp doctor
+	@cd build/check && bin/scrimp plan gpt-tiny --cluster 8xA100-80 --mesh x=8 --time-limit 5
 	@cd build/check && bin/scrimp demo
 
 performance: $(READY)
