@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install $(PIP_FLAGS)
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.bench-ready
 DOCS_READY := $(VENV)/.docs-ready
@@ -111,8 +112,8 @@ release: $(READY)
 check-release:
 	@echo "checking $(MADE)"
 	@rm -rf build/check && $(PYTHON) -m venv build/check
-	@build/check/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools torch
-	@build/check/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation $(MADE)
+	@build/check/bin/python -m pip install $(PIP_FLAGS) setuptools torch
+	@build/check/bin/python -m pip install $(PIP_FLAGS) --no-build-isolation $(MADE)
 	@cd build/check && bin/python -c "import scrimp, sys; assert 'site-packages' in scrimp.__file__; assert 'torch' not in sys.modules"
 	@cd build/check && bin/scrimp doctor
 	@cd build/check && bin/scrimp plan gpt-tiny --cluster 8xA100-80 --mesh x=8 --time-limit 5

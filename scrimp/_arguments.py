@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from scrimp.errors import ScrimpError
 
 KEEP, RECOMPUTE, OFFLOAD = "keep", "recompute", "offload"
-ACTIVATIONS = (KEEP, RECOMPUTE, OFFLOAD)
+WAYS = (KEEP, RECOMPUTE, OFFLOAD)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -18,15 +18,15 @@ def activations_of(given: str | Iterable[str], error: type[ScrimpError]) -> tupl
     """What may become of activations, in a fixed order. `given`: "auto" for all of them, names such as "keep,recompute", or a
     set of names."""
     if isinstance(given, str):
-        names = {*ACTIVATIONS} if given == "auto" else {name.strip() for name in given.split(",")}
+        names = {*WAYS} if given == "auto" else {name.strip() for name in given.split(",")}
     else:
         try:
             names = {*given}
         except TypeError:
             names = {given}  # type: ignore[arg-type]
-    if not names or not names <= {*ACTIVATIONS}:
-        raise error(f"activations={given!r}: give 'auto', or some of {', '.join(ACTIVATIONS)}, such as {{'keep', 'recompute'}}")
-    return tuple(name for name in ACTIVATIONS if name in names)
+    if not names or not names <= {*WAYS}:
+        raise error(f"activations={given!r}: give 'auto', or some of {', '.join(WAYS)}, such as {{'keep', 'recompute'}}")
+    return tuple(name for name in WAYS if name in names)
 
 
 def renamed(owner: str, error: type[ScrimpError], **names: str) -> Callable[[Function], Function]:

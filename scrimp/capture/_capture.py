@@ -13,7 +13,6 @@ All but `trace` works on one layer of each class, and `trace` sees few of a run 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from scrimp._warnings import warn
 from scrimp.capture.graph.graph import BORDER, BUFFER, PARAMETER, Graph, Layer, LayerGraph, Parameter, Source, Value
 from scrimp.capture.joint.layer_graph import Input, layer_graph
 from scrimp.capture.joint.segment_module import Piece, piece
@@ -114,7 +114,7 @@ class _Capture:
                 lost.append(owner.rstrip(".") or "the model")
         if lost:
             text = f"{type(self.model).__name__}: the forward sets attributes of {', '.join(lost)}, which a planned step does not"
-            warnings.warn(text, stacklevel=4)
+            warn(text)
 
     def _trace(self) -> tuple[fx.GraphModule, list[Tensor], list[str]]:
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from scrimp._arguments import KEEP
 from scrimp.cli._clusters import cluster_of
 from scrimp.cli._end import typed
 from scrimp.cli._files import write
@@ -16,7 +17,7 @@ from scrimp.cli._plan_check import number_of
 from scrimp.cli.render.choices import show_choices
 from scrimp.cli.render.table import print_table, print_words
 from scrimp.errors import FitError, PlanWarning
-from scrimp.planner import KEEP, Comparison, compare, limit_of, plan
+from scrimp.planner import Comparison, compare, limit_of, plan
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -41,7 +41,7 @@ from scrimp.engine.gradients.sparse import SparseExchange
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
 from scrimp.engine.schedule.planned import Planned
 from scrimp.engine.schedule.planning import Planning
-from scrimp.engine.setup.adopt import DEFAULT_CHUNK, adopt, buffers_to, table_of
+from scrimp.engine.setup.adopt import adopt, buffers_to, table_of
 from scrimp.engine.setup.budget import Memory, memory_of, resolve
 from scrimp.engine.setup.initial_placement import Fit
 from scrimp.engine.setup.meta_parameters import MetaParameters
@@ -77,20 +77,20 @@ class Training(Between, Accumulating):
         self,
         model: nn.Module,
         *,
-        weights: Source | None = None,
-        optimizer: Optimizer | str | None = None,
-        memory: Memory | int | str | None = None,
-        precision: str = "bf16",
-        exchange: Dense | Sparse | None = None,
-        mesh: Mesh | str | None = None,
-        clip_norm: float | None = None,
-        skip_nonfinite: bool = True,
-        micro_batches: int = 1,
-        activations: str | Iterable[str] = "auto",
-        loss: Callable[[Any], torch.Tensor] | None = None,
-        cast_inputs: bool = True,
-        device: str | torch.device | None = None,
-        chunk_numel: int = DEFAULT_CHUNK,
+        weights: Source | None,
+        optimizer: Optimizer | str | None,
+        memory: Memory | int | str | None,
+        precision: str,
+        exchange: Dense | Sparse | None,
+        mesh: Mesh | str | None,
+        clip_norm: float | None,
+        skip_nonfinite: bool,
+        micro_batches: int,
+        activations: str | Iterable[str],
+        loss: Callable[[Any], torch.Tensor] | None,
+        cast_inputs: bool,
+        device: str | torch.device | None,
+        chunk_numel: int,
     ) -> None:
         check_model(model)
         optimizer, memory, mesh = optimizer_of(optimizer), memory_of(memory), mesh_of(mesh)
@@ -206,9 +206,6 @@ class Training(Between, Accumulating):
 
     @in_one_piece
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on this rank's whole batch and return the mean loss, detached. Every module keeps its train or eval mode. A
-        step that fails before its update restores the previous state. A step that fails during its update leaves the weights
-        inconsistent, so the engine can only load a checkpoint."""
         begin_call(self, "step")
         with naming_calls(self):
             return self._step(args, kwargs)

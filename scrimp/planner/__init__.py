@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
+    from scrimp._arguments import KEEP
     from scrimp.planner.answers.from_solution import memory_of
     from scrimp.planner.answers.plan import Plan, PlannedLayers
     from scrimp.planner.answers.what_if import change_of
     from scrimp.planner.api import captured, limit_of, plan
     from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, compare
-    from scrimp.planner.cost.activation_policy import KEEP, WAYS
     from scrimp.planner.cost.zero_levels import precision_of
     from scrimp.planner.formulation.assembly import Assembly
     from scrimp.planner.formulation.on_mesh import Layers, OnMesh
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from scrimp.planner.validate import check_names
 
 __all__ = [
-    "BASELINES", "DATA", "KEEP", "TENSOR", "WAYS", "Assembly", "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "Layers",
+    "BASELINES", "DATA", "KEEP", "TENSOR", "Assembly", "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "Layers",
     "Node", "OnMesh", "PairHold", "Phase", "Plan", "PlannedLayers", "Problem", "Solution", "captured", "change_of",
     "check_names", "compare", "evaluate", "frontier", "held_nbytes", "limit_of", "memory_of", "plan", "precision_of",
     "schedules", "solve", "solver_name", "stage_cluster", "whole_mesh",
@@ -60,6 +60,7 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "KEEP": "scrimp._arguments",
         "memory_of": "scrimp.planner.answers.from_solution",
         "Plan": "scrimp.planner.answers.plan",
         "PlannedLayers": "scrimp.planner.answers.plan",
@@ -76,8 +77,6 @@ __getattr__ = lazily(
         "Assembly": "scrimp.planner.formulation.assembly",
         "Layers": "scrimp.planner.formulation.on_mesh",
         "OnMesh": "scrimp.planner.formulation.on_mesh",
-        "KEEP": "scrimp.planner.cost.activation_policy",
-        "WAYS": "scrimp.planner.cost.activation_policy",
         "precision_of": "scrimp.planner.cost.zero_levels",
         "schedules": "scrimp.planner.pipeline.plan",
         "stage_cluster": "scrimp.planner.pipeline.stage_devices",

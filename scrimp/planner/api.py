@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from scrimp._arguments import activations_of, renamed
+from scrimp._arguments import KEEP, activations_of, renamed
+from scrimp._warnings import warn
 from scrimp.capture import Graph, capture
 from scrimp.cluster import Cluster
 from scrimp.errors import FitError, PlanError, PlanWarning
@@ -23,7 +23,6 @@ from scrimp.ledger import parse_nbytes
 from scrimp.planner.answers.from_solution import plan_fields
 from scrimp.planner.answers.plan import Plan
 from scrimp.planner.answers.unsharded_ops import costs_of_whole
-from scrimp.planner.cost.activation_policy import KEEP
 from scrimp.planner.cost.zero_levels import Precision, accumulating, precision_of
 from scrimp.planner.deadline import Deadline
 from scrimp.planner.formulation.assembly import Assembly
@@ -151,7 +150,7 @@ def plan(
     made = _best(found, troubles, objective)
     uneven = batch_that_no_axis_divides(next(iter(graphs.values())), made.mesh)
     for words in (*map(str, made.costly), *([uneven] if uneven else [])):
-        warnings.warn(words, PlanWarning, stacklevel=2)
+        warn(words, PlanWarning)
     return replace(made, spent_seconds=time.perf_counter() - start)
 
 

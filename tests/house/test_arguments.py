@@ -89,6 +89,14 @@ def test_a_plan_takes_the_engines_objects() -> None:
             scrimp.plan(model, batch, "2xA100-80", optimizer=optimizer, **settings)
 
 
+def test_a_warning_of_a_plan_points_at_the_users_line() -> None:
+    with torch.device("meta"):
+        model = zoo.build("gpt-tiny", layers=1)
+    with pytest.warns(scrimp.PlanWarning, match="no axis of the mesh") as caught:
+        scrimp.plan(model, zoo.example_batch("gpt-tiny", 7, layers=1), "2xA100-80", mesh="x=2", time_limit=5, activations="keep")
+    assert [each.filename for each in caught] == [__file__]
+
+
 def test_a_warning_points_at_the_users_line() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from scrimp import Cluster, FitError, Mesh, Plan, PlanError, ScrimpError, plan, zoo
+from scrimp._arguments import WAYS
 from scrimp.layout import Layout
-from scrimp.planner.cost.activation_policy import WAYS
 from tests.support import capture_models
 
 BATCH = 64

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scrimp._arguments import KEEP
 from scrimp.cli.render.table import table_blocks
-from scrimp.planner import KEEP
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Accumulating:
-    """Mixin of `Training`."""
+    """Mixin of `Training`. `Engine` documents each call."""
 
     interrupts: Interrupts
     pending = 0  # calls of backward since the last update
@@ -39,8 +39,6 @@ class Accumulating:
 
     @in_one_piece
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Add the gradients of one micro-batch to those since the last `update`, and return its loss, detached. `Engine.backward`
-        documents it."""
         engine, before = self._all, self.pending
         self._check()
         begin_call(engine, "backward")
@@ -69,7 +67,6 @@ class Accumulating:
 
     @in_one_piece
     def update(self) -> None:
-        """Update with the gradients of all calls of `backward` since the last update: checked and clipped as in a step."""
         begin_call(self._all, "update")
         with naming_calls(self._all):
             self._update()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from scrimp._warnings import warn
 from scrimp.errors import RunError
 
 
@@ -68,7 +68,7 @@ class MetricsFile:
             self._file.flush()
             self._next = row["step"] + 1
         except (OSError, RunError) as error:
-            warnings.warn(f"step {row['step']}: {self.path}: {error}; no more metrics are written", stacklevel=3)
+            warn(f"step {row['step']}: {self.path}: {error}; no more metrics are written")
             self.close()
 
     def close(self) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from scrimp._arguments import KEEP, RECOMPUTE
 from scrimp.errors import PlanError
 from scrimp.layout import Mesh
 from scrimp.planner.baselines.strategies import FULL, SELECTIVE, SHARED, SPLIT, Baseline
-from scrimp.planner.cost.activation_policy import KEEP, RECOMPUTE
 from scrimp.planner.cost.zero_levels import NOTHING, Precision
 from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.formulation.on_mesh import OnMesh

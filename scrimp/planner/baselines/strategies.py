@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 
+from scrimp._arguments import KEEP, RECOMPUTE
 from scrimp.capture import PARAMETER, Graph
 from scrimp.errors import PlanError
 from scrimp.layout import Mesh
 from scrimp.planner.baselines.roles import COLUMN, HEADS, ROW, STREAM, TABLE, WHOLE, product_of, roles_of, scores_of, width_of
-from scrimp.planner.cost.activation_policy import KEEP, RECOMPUTE
 from scrimp.planner.cost.zero_levels import GRADIENTS, NOTHING, STATES, WEIGHTS, levels
 from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.shard.layer_model import LayerModel

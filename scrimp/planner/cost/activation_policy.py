@@ -16,8 +16,6 @@ import numpy as np
 
 from scrimp.planner.formulation.builder import Numbers
 
-KEEP, RECOMPUTE, OFFLOAD = "keep", "recompute", "offload"
-WAYS = (KEEP, RECOMPUTE, OFFLOAD)
 Each = TypeVar("Each")
 
 

@@ -18,10 +18,11 @@ from math import prod
 
 import numpy as np
 
+from scrimp._arguments import KEEP, OFFLOAD, RECOMPUTE, WAYS
 from scrimp.capture import Graph, Value
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
-from scrimp.planner.cost.activation_policy import KEEP, OFFLOAD, RECOMPUTE, WAYS, Ways
+from scrimp.planner.cost.activation_policy import Ways
 from scrimp.planner.cost.move_tables import Moves
 from scrimp.planner.cost.zero_levels import Precision
 from scrimp.planner.formulation.builder import ACTIVATIONS, BACKWARD, BUFFERS, FLIGHT, FORWARD, TEMPORARIES, Numbers, Sketch

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from scrimp._arguments import WAYS
 from scrimp.capture import Graph
 from scrimp.cluster import Cluster
 from scrimp.layout import Mesh
-from scrimp.planner.cost.activation_policy import WAYS
 from scrimp.planner.cost.greedy_move import AxisWise
 from scrimp.planner.cost.move_tables import Moves
 from scrimp.planner.cost.zero_levels import Precision

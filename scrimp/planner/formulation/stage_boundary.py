@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scrimp._arguments import RECOMPUTE
 from scrimp.capture import Value
 from scrimp.cluster import DEFAULT_LINK, Link
 from scrimp.move import ITEMSIZE
-from scrimp.planner.cost.activation_policy import RECOMPUTE
 from scrimp.planner.formulation.builder import (
     ACTIVATIONS,
     AWAY,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scrimp._arguments import RECOMPUTE
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
-from scrimp.planner.cost.activation_policy import RECOMPUTE
 from scrimp.planner.cost.zero_levels import AtRest, Used, at_rest, levels
 from scrimp.planner.formulation.builder import (
     BACKWARD,

@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
+from scrimp._arguments import KEEP
 from scrimp.capture import Graph
 from scrimp.cluster import Link
 from scrimp.move import ITEMSIZE
-from scrimp.planner.cost.activation_policy import KEEP
 from scrimp.planner.cost.move_tables import Moves
 from scrimp.planner.cost.zero_levels import Precision
 from scrimp.planner.formulation.assembly import Assembly, Rates

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from scrimp import Cluster, Mesh, Plan, PlanError, plan, zoo
+from scrimp._arguments import KEEP
 from scrimp.capture import Graph
 from scrimp.planner import solve
 from scrimp.planner.api import captured
 from scrimp.planner.baselines.compare import BASELINES, Drawn, baseline_plan, compare, meshes_of
 from scrimp.planner.baselines.roles import roles_of, width_of
 from scrimp.planner.baselines.strategies import Baseline
-from scrimp.planner.cost.activation_policy import KEEP
 from scrimp.planner.cost.zero_levels import precision_of
 from scrimp.planner.formulation.on_mesh import Layers, OnMesh
 from tests.planner.test_plan import recounted
