@@ -72,14 +72,14 @@ def model_and_batches(name: str, steps: int = 8, **shape: int) -> tuple[torch.nn
 
 
 def on_the_host(engine: Engine) -> None:
-    """All homes are there and stay, however slow this machine's host is: updates that pass through the device have other bits."""
+    """All placements are there and stay, however slow this machine's host is: updates that pass through the device have other bits."""
     engine._run.planning._on_device = frozenset()
     engine._run.planning.overlapped = False  # else the engine looks again, once it knows the seconds of a step
 
 
 def trained(model: torch.nn.Module, batches: list[tuple[torch.Tensor, ...]], cap: int | str, **settings: Any) -> Any:
-    """Weights after training, bytes up, and the homes' places; reserved memory was under the cap."""
-    placements, again_from = settings.pop("homes", True), settings.pop("again_from", None)
+    """Weights after training, bytes up, and the tiers; reserved memory was under the cap."""
+    placements, again_from = settings.pop("placements", True), settings.pop("again_from", None)
     gc.collect()  # engines of tests before this one
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -125,7 +125,7 @@ def differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> st
 def test_updated_on_the_host_every_bit_is_plain_pytorchs(name: str, precision: str) -> None:
     model, batches = model_and_batches(name)
     want, _ = train_16(DTYPES[precision], model, batches, fused, clip=0.7, device="cuda", updated_on="cpu")
-    settings: dict[str, Any] = {"precision": precision, "clip_norm": 0.7, "homes": False}
+    settings: dict[str, Any] = {"precision": precision, "clip_norm": 0.7, "placements": False}
     state, _, places, _ = trained(model, batches, "2GiB", activations="keep", **settings)
     assert places == {"host"}
     assert worst_ulp(state, want) == 0, differing(state, want)
@@ -140,7 +140,7 @@ def test_updated_on_the_host_every_bit_is_plain_pytorchs(name: str, precision: s
 @pytest.mark.parametrize("name", ZOO)
 def test_updated_on_the_device_within_an_ulp(name: str, precision: str, tmp_path: Path) -> None:
     """CUDA's fused update rounds in another order than the CPU's: the reference updates there too. The first steps trace,
-    and are updated on the host: so the engine goes back to the start when homes are on the device."""
+    and are updated on the host: so the engine goes back to the start when weights are on the device."""
     model, batches = model_and_batches(name)
     want, _ = train_16(DTYPES[precision], model, batches, fused, device="cuda", updated_on="cuda")
     state, _, places, _ = trained(model, batches, "2GiB", precision=precision, activations="keep", again_from=tmp_path / "start")
@@ -160,7 +160,7 @@ def test_caps_from_little_to_everything(precision: str) -> None:
         state, up, places, _ = trained(model, batches, cap, precision=precision)
         # In 16 bits a difference of one ulp in a master may turn a weight's rounding: it stays small, and the same in kind.
         worst = max(float((state[k] - want[k].cpu()).abs().max()) for k in want)
-        print(f"{precision} cap {cap >> 20} MiB: up {up >> 20} MiB, homes {sorted(places)}, worst difference {worst:.1e}")
+        print(f"{precision} cap {cap >> 20} MiB: up {up >> 20} MiB, tiers {sorted(places)}, worst difference {worst:.1e}")
         assert worst <= (2e-5 if precision == "fp32" else 4e-3)
         traffic.append(up)
     assert traffic[0] > traffic[-1]
@@ -312,7 +312,7 @@ def test_memory_that_the_user_takes_between_steps(clip: float | None, monkeypatc
         got += [float(engine.step(*batch)) for batch in batches[4:7]]
         placements.append(on_device())
         trouble = None
-        for batch in batches[7:-2]:  # each time there are fewer homes to move away
+        for batch in batches[7:-2]:  # each time there are fewer layers to move away
             taken.append(nearly_all())
             try:
                 got.append(float(engine.step(*batch)))
