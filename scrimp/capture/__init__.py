@@ -8,7 +8,7 @@ Out:  a `Graph`: operators and tensors of forward and backward, with identical l
 Read in this order:
 
     _capture.py     `capture`: the whole of it in one screen
-    graph/          `Graph` as frozen dataclasses, and its JSON
+    graph/          `Graph` as frozen dataclasses, its JSON, and its fingerprint
     trace/          fake tensors, patches for Hugging Face models, source locations, diagnosis of failures, few layers of many
     split/          where one layer ends and the next begins; segments that are alike
     joint/          a segment with its backward: folding, pairs of forward and backward operators, FLOPs
@@ -23,8 +23,10 @@ from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
     from scrimp.capture._capture import capture
+    from scrimp.capture.graph.fingerprint import fingerprint
     from scrimp.capture.graph.graph import (
         BORDER,
+        BUFFER,
         MADE,
         PARAMETER,
         Graph,
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
     from scrimp.capture.graph.json import from_json, to_json
 
 __all__ = [
-    "BORDER", "MADE", "PARAMETER", "Graph", "Layer", "LayerGraph", "Named", "Op", "Parameter", "Ref", "Source", "Value",
-    "capture", "from_json", "to_json",
+    "BORDER", "BUFFER", "MADE", "PARAMETER", "Graph", "Layer", "LayerGraph", "Named", "Op", "Parameter", "Ref", "Source", "Value",
+    "capture", "fingerprint", "from_json", "to_json",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -49,6 +51,7 @@ __getattr__ = lazily(
     {
         "capture": "scrimp.capture._capture",
         "BORDER": "scrimp.capture.graph.graph",
+        "BUFFER": "scrimp.capture.graph.graph",
         "MADE": "scrimp.capture.graph.graph",
         "PARAMETER": "scrimp.capture.graph.graph",
         "Graph": "scrimp.capture.graph.graph",
@@ -60,6 +63,7 @@ __getattr__ = lazily(
         "Ref": "scrimp.capture.graph.graph",
         "Source": "scrimp.capture.graph.graph",
         "Value": "scrimp.capture.graph.graph",
+        "fingerprint": "scrimp.capture.graph.fingerprint",
         "from_json": "scrimp.capture.graph.json",
         "to_json": "scrimp.capture.graph.json",
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ def make(
             activations=KEEP if keep else "auto", stages=number_of(stages), micro_batches=number_of(micro_batches),
             interleave=interleave, time_limit=time_limit, gap=gap, progress=status.update,
         )  # fmt: skip
+    written = (("batch", str(batch)), ("seq", str(seq)), *((each.partition("=")[0], each.partition("=")[2]) for each in settings))
+    found = replace(found, model=replace(found.model, name=model, settings=written))
     for each in dict.fromkeys(str(warning.message) for warning in told if issubclass(warning.category, UserWarning)):
         typer.echo(f"warning: {each}", err=True)
     print_words(console, found.summary())

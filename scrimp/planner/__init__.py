@@ -31,17 +31,20 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
-    from scrimp._arguments import KEEP
+    from scrimp._arguments import KEEP, OFFLOAD, RECOMPUTE
     from scrimp.planner.answers.from_solution import memory_of
-    from scrimp.planner.answers.plan import Plan, PlannedLayers
+    from scrimp.planner.answers.plan import Plan, PlannedGroup, PlannedLayers
     from scrimp.planner.answers.what_if import change_of
     from scrimp.planner.api import captured, limit_of, plan
     from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, compare
-    from scrimp.planner.cost.zero_levels import precision_of
+    from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, precision_of
     from scrimp.planner.formulation.assembly import Assembly
     from scrimp.planner.formulation.on_mesh import Layers, OnMesh
     from scrimp.planner.pipeline.plan import schedules
     from scrimp.planner.pipeline.stage_devices import stage_cluster, whole_mesh
+    from scrimp.planner.shard.layer_model import LayerModel
+    from scrimp.planner.shard.op_groups import kept_whole
+    from scrimp.planner.shard.placement import Placed, common, placed
     from scrimp.planner.solver.backend import solver_name
     from scrimp.planner.solver.evaluate import Evaluation, evaluate, held_nbytes
     from scrimp.planner.solver.found import Phase
@@ -51,18 +54,22 @@ if TYPE_CHECKING:
     from scrimp.planner.validate import check_names
 
 __all__ = [
-    "BASELINES", "DATA", "KEEP", "TENSOR", "Assembly", "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "Layers",
-    "Node", "OnMesh", "PairHold", "Phase", "Plan", "PlannedLayers", "Problem", "Solution", "captured", "change_of",
-    "check_names", "compare", "evaluate", "frontier", "held_nbytes", "limit_of", "memory_of", "plan", "precision_of",
-    "schedules", "solve", "solver_name", "stage_cluster", "whole_mesh",
+    "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "WEIGHTS", "Assembly", "Comparison",
+    "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "PairHold", "Phase", "Placed", "Plan",
+    "PlannedGroup", "PlannedLayers", "Problem", "Solution", "captured", "change_of", "check_names", "common", "compare",
+    "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "placed", "plan", "precision_of", "schedules",
+    "solve", "solver_name", "stage_cluster", "whole_mesh",
 ]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
     {
         "KEEP": "scrimp._arguments",
+        "OFFLOAD": "scrimp._arguments",
+        "RECOMPUTE": "scrimp._arguments",
         "memory_of": "scrimp.planner.answers.from_solution",
         "Plan": "scrimp.planner.answers.plan",
+        "PlannedGroup": "scrimp.planner.answers.plan",
         "PlannedLayers": "scrimp.planner.answers.plan",
         "change_of": "scrimp.planner.answers.what_if",
         "captured": "scrimp.planner.api",
@@ -77,10 +84,18 @@ __getattr__ = lazily(
         "Assembly": "scrimp.planner.formulation.assembly",
         "Layers": "scrimp.planner.formulation.on_mesh",
         "OnMesh": "scrimp.planner.formulation.on_mesh",
+        "GRADIENTS": "scrimp.planner.cost.zero_levels",
+        "STATES": "scrimp.planner.cost.zero_levels",
+        "WEIGHTS": "scrimp.planner.cost.zero_levels",
         "precision_of": "scrimp.planner.cost.zero_levels",
         "schedules": "scrimp.planner.pipeline.plan",
         "stage_cluster": "scrimp.planner.pipeline.stage_devices",
         "whole_mesh": "scrimp.planner.pipeline.stage_devices",
+        "LayerModel": "scrimp.planner.shard.layer_model",
+        "kept_whole": "scrimp.planner.shard.op_groups",
+        "Placed": "scrimp.planner.shard.placement",
+        "common": "scrimp.planner.shard.placement",
+        "placed": "scrimp.planner.shard.placement",
         "solver_name": "scrimp.planner.solver.backend",
         "Evaluation": "scrimp.planner.solver.evaluate",
         "evaluate": "scrimp.planner.solver.evaluate",

@@ -15,13 +15,13 @@ from torch import nn
 
 from scrimp._arguments import KEEP, activations_of, renamed
 from scrimp._warnings import warn
-from scrimp.capture import Graph, capture
+from scrimp.capture import Graph, capture, fingerprint
 from scrimp.cluster import Cluster
 from scrimp.errors import FitError, PlanError, PlanWarning
 from scrimp.layout import Mesh
 from scrimp.ledger import parse_nbytes
 from scrimp.planner.answers.from_solution import plan_fields
-from scrimp.planner.answers.plan import Plan
+from scrimp.planner.answers.plan import Plan, PlannedModel
 from scrimp.planner.answers.unsharded_ops import costs_of_whole
 from scrimp.planner.cost.zero_levels import Precision, accumulating, precision_of
 from scrimp.planner.deadline import Deadline
@@ -148,6 +148,8 @@ def plan(
         except FitError as error:
             troubles.append(error)
     made = _best(found, troubles, objective)
+    graph = graphs[made.schedule.micro_batches if made.schedule else 1]
+    made = replace(made, model=planned_model(graph))
     uneven = batch_that_no_axis_divides(next(iter(graphs.values())), made.mesh)
     for words in (*map(str, made.costly), *([uneven] if uneven else [])):
         warn(words, PlanWarning)
@@ -251,6 +253,10 @@ def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
     if isinstance(example_inputs, Mapping):
         return capture(_on_meta(model, dtype), (), {name: cast(item) for name, item in example_inputs.items()})
     return capture(_on_meta(model, dtype), tuple(map(cast, example_inputs)))
+
+
+def planned_model(graph: Graph) -> PlannedModel:
+    return PlannedModel(graph=fingerprint(graph), torch=torch.__version__.partition("+")[0])
 
 
 def _planned(best: Best, layers: Layers, cluster: Cluster, request: Request, optimizer: str) -> Plan:

@@ -157,7 +157,7 @@ def test_json_round_trip(name: str) -> None:
 
 def test_json_of_another_version_is_refused() -> None:
     data = json.loads(to_json(captured("gpt-tiny")))
-    with pytest.raises(CaptureError, match=r"this is scrimp.graph version 9, but this scrimp reads scrimp.graph version 1"):
+    with pytest.raises(CaptureError, match=r"this is scrimp.graph version 9, but this scrimp reads scrimp.graph version 2"):
         from_json(json.dumps({**data, "version": 9}))
 
 

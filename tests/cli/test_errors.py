@@ -163,12 +163,18 @@ def test_names_to_explain_are_checked_before_the_search(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "null", "{", '{"format": "scrimp.plan", "version": 1}', '{"format": "scrimp.plan", "version": 1, "mesh": 3}']
+    "text", ["[]", "null", "{", '{"format": "scrimp.plan", "version": 2}', '{"format": "scrimp.plan", "version": 2, "mesh": 3}']
 )
 def test_files_that_are_no_plans(text: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(text)
     assert f"{file}: this is not a plan file of scrimp" in scrimp("diff", str(file), str(file), code=2).stderr
+
+
+def test_a_plan_of_the_first_format_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text('{"format": "scrimp.plan", "version": 1}')
+    assert "plan again with scrimp.plan or `scrimp plan`" in scrimp("diff", str(file), str(file), code=2).stderr
 
 
 def test_modules_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

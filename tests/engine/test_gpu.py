@@ -72,7 +72,7 @@ def model_and_batches(name: str, steps: int = 8, **shape: int) -> tuple[torch.nn
 
 
 def on_the_host(engine: Engine) -> None:
-    """All placements are there and stay, however slow this machine's host is: updates that pass through the device have other bits."""
+    """All placements stay, however slow this machine's host is: updates that pass through the device have other bits."""
     engine._run.planning._on_device = frozenset()
     engine._run.planning.overlapped = False  # else the engine looks again, once it knows the seconds of a step
 

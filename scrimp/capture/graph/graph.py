@@ -16,13 +16,14 @@ PARAMETER, BUFFER, BORDER, TANGENT, MADE = "parameter", "buffer", "border", "tan
 class Value:
     """A tensor of a layer's graph. `storage`: the value that owns its bytes, itself if it is no view. `kind`: its origin:
     "parameter", "buffer", "border" (another layer, or the batch), "tangent" (the gradient of an output, from the next layer),
-    "made" (an operator)."""
+    "made" (an operator). `order`: its dims as they lie in memory, the outermost first; empty if they lie in order."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # torch's name: "bfloat16"
     storage: str
     kind: str
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

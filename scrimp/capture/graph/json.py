@@ -9,7 +9,7 @@ from typing import Any
 from scrimp.capture.graph.graph import Graph, Layer, LayerGraph, Named, Op, Parameter, Ref, Source, Value
 from scrimp.errors import CaptureError, check_format
 
-FORMAT, VERSION = "scrimp.graph", 1
+FORMAT, VERSION = "scrimp.graph", 2
 
 
 def to_json(graph: Graph) -> str:
@@ -63,7 +63,7 @@ def _read_layer_graph(data: dict[str, Any]) -> LayerGraph:
 
 
 def _read_value(data: dict[str, Any]) -> Value:
-    return Value(**{**data, "shape": tuple(data["shape"])})
+    return Value(**{**data, "shape": tuple(data["shape"]), "order": tuple(data["order"])})
 
 
 def _op(op: Op) -> dict[str, Any]:

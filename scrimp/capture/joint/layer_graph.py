@@ -68,8 +68,9 @@ class _Builder:
         tensor = node.meta["val"]
         self.names[node] = name
         self.values[name] = Value(
-            name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), storage=base or name, kind=kind
-        )
+            name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), storage=base or name, kind=kind,
+            order=_memory_order(tensor),
+        )  # fmt: skip
         return name
 
     def op(self, joint: fx.GraphModule, node: fx.Node, cell: int, where: str) -> Op:
@@ -123,6 +124,17 @@ class _Builder:
         if isinstance(value, (bool, int, float, str)) or value is None:
             return value
         return _named(value)
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Dims of size 1 stay where they are: their strides mean nothing."""
+    long = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
+    strides = tensor.stride()
+    lying = sorted(long, key=lambda dim: -strides[dim])
+    if lying == long or any(strides[dim] == 0 for dim in long):
+        return ()
+    places = iter(lying)
+    return tuple(next(places) if tensor.shape[dim] > 1 else dim for dim in range(tensor.dim()))
 
 
 def _named(value: Any) -> Named:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from scrimp.capture import Op
+from scrimp.capture import Graph, Op
 from scrimp.layout import Mesh
-from scrimp.planner.answers.plan import Kind, Plan, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
+from scrimp.planner.answers.plan import (
+    Kind,
+    Plan,
+    PlannedGroup,
+    PlannedInput,
+    PlannedLayers,
+    PlannedMemory,
+    PlannedOp,
+    PlannedWeight,
+)
 from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, levels
 from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.formulation.builder import Sketch
 from scrimp.planner.shard.layer_runs import Part
 from scrimp.planner.shard.options import Option
-from scrimp.planner.shard.placement import Placed
+from scrimp.planner.shard.placement import Placed, placed
 from scrimp.planner.solver.problem import Problem
 from scrimp.planner.solver.solve import Solution
 
@@ -47,8 +56,27 @@ def layers_of(assembly: Assembly, solution: Solution) -> Iterator[PlannedLayers]
             first=part.first,
             count=part.count,
             ops=tuple(_ops(assembly, solution, k, part)),
+            groups=tuple(_groups(assembly, solution, k, part)),
             weights=tuple(_weights(assembly, solution, k, part)),
         )
+
+
+def inputs_of(graph: Graph, chosen: Iterable[tuple[Assembly, Sequence[int]]]) -> tuple[PlannedInput, ...]:
+    """Each tensor of the batch, placed as the first group that reads it needs it. `chosen`: the pieces of the model."""
+    found: dict[str, Placed] = {}
+    for assembly, choice in chosen:
+        for k, part in enumerate(assembly.parts):
+            for name, source in zip(part.model.borders, assembly.graph.layers[part.first].inputs, strict=True):
+                if source.layer is None and source.name not in found and name in part.model.uses:
+                    option, _ = option_of(assembly, k, part.model.uses[name][0].group, choice)
+                    found[source.name] = option.needed[name]
+    unread = {value.name: placed([[(size, ())] for size in value.shape]) for value in graph.batch}
+    return tuple(
+        PlannedInput(
+            name=value.name, shape=value.shape, dtype=value.dtype, factors=found.get(value.name, unread[value.name]).dims
+        )
+        for value in graph.batch
+    )
 
 
 def plan_fields(assembly: Assembly, solution: Solution) -> dict[str, Any]:
@@ -60,6 +88,7 @@ def plan_fields(assembly: Assembly, solution: Solution) -> dict[str, Any]:
         "seconds_gap": solution.phases[-1].gap,
         "held_nbytes": solution.held_nbytes,
         "layers": tuple(layers_of(assembly, solution)),
+        "batch": inputs_of(assembly.graph, [(assembly, solution.choice)]),
         "spent_seconds": solution.spent_seconds,
     }
 
@@ -115,6 +144,13 @@ def _ops(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator
     of_op = {member.op: g for g, group in enumerate(model.groups) for member in group.members}
     for index, op in enumerate(model.graph.ops):
         yield planned_op(op, *chosen[of_op[index]])
+
+
+def _groups(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator[PlannedGroup]:
+    for g, group in enumerate(part.model.groups):
+        option, way = option_of(assembly, k, g, solution.choice)
+        level = level_of(assembly, k, g, solution.choice)
+        yield PlannedGroup(name=group.name, ops=len(group.members), sizes=group.sizes, split=option.split, saved=way, level=level)
 
 
 def _weights(assembly: Assembly, solution: Solution, k: int, part: Part) -> Iterator[PlannedWeight]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scrimp.errors import LayoutError, PlanError, check_format
 from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from scrimp.planner.answers.diff import Difference
     from scrimp.planner.answers.explain import Explanation
 
-FORMAT, VERSION = "scrimp.plan", 1
 NOISE = 0.01  # of a plan's peak, or of its step; smaller costs are not reported
 
 
@@ -97,14 +96,30 @@ class PlannedWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedGroup:
+    """One group of operators that are sharded alike. `sizes`: of the atoms that its dims are products of; `split`: the atom that
+    each axis of the mesh splits, None where it splits none; `saved`: its activation policy; `level`: its ZeRO level along
+    each axis. `name` and `ops` are for readers: the first operator, and how many there are."""
+
+    name: str
+    ops: int
+    sizes: tuple[int, ...]
+    split: tuple[int | None, ...]
+    saved: str
+    level: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedLayers:
-    """`count` identical layers from `first` on, which is at `path`; `last`: path of the last of them, where known."""
+    """`count` identical layers from `first` on, which is at `path`; `last`: path of the last of them, where known. The layouts in
+    `ops` and `weights` follow from `groups`."""
 
     path: str
     first: int
     count: int
     ops: tuple[PlannedOp, ...]
     weights: tuple[PlannedWeight, ...]
+    groups: tuple[PlannedGroup, ...] = ()
     last: str = ""
 
 
@@ -151,6 +166,33 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedInput:
+    """A tensor of the batch (of one micro-batch, where there are several). `factors`: each dim as a product, of which each factor
+    has a size and the axes that split it; so each rank takes its part."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    factors: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of a rank's part."""
+        split = ([mesh.axis_size(axis) for _, axes in dim for axis in axes] for dim in self.factors)
+        return tuple(size // prod(over) for size, over in zip(self.shape, split, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """What was planned. `graph`: the fingerprint of the captured model, which is the same for another device, another version of
+    torch and another attention kernel. `name` and `settings`: as on the command line, where the plan was made there."""
+
+    graph: str
+    torch: str
+    name: str = ""
+    settings: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A sharding plan. `gap`: proven optimality gap of the objective (the peak, the bytes held, or the seconds), relative;
     `seconds_gap`: the same for the seconds, with the first objective fixed. `bound_nbytes`: lower bound of the peak on this mesh
@@ -178,6 +220,8 @@ class Plan:
     gap: float
     seconds_gap: float
     layers: tuple[PlannedLayers, ...]
+    model: PlannedModel = PlannedModel(graph="", torch="")
+    batch: tuple[PlannedInput, ...] = ()
     bound_nbytes: int = 0
     held_nbytes: int = 0
     late: tuple[str, ...] = ()
@@ -258,6 +302,8 @@ class Plan:
         return cls.from_json(Path(path).read_text())
 
     def to_json(self) -> str:
+        from scrimp.planner.answers.plan_file import FORMAT, VERSION
+
         data = {name: value for name, value in asdict(self._bare()).items() if name not in ("mesh", "source")}
         return json.dumps({"format": FORMAT, "version": VERSION, "mesh": str(self.mesh), **data})
 
@@ -270,33 +316,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        try:
-            data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise PlanError(f"this is not a plan file of scrimp: {error}") from error
-        if not isinstance(data, dict):
-            raise PlanError(f"this is not a plan file of scrimp: it holds a {type(data).__name__}, not an object")
-        check_format(data, FORMAT, VERSION, PlanError)
-        try:
-            made = cls._of_data(data)
-            made.summary()  # raises if a field has the wrong type
-        except (KeyError, TypeError, ValueError, AttributeError, LayoutError) as error:
-            raise PlanError(f"this is not a plan file of scrimp: {type(error).__name__}: {error}") from error
-        return made
+        from scrimp.planner.answers.plan_file import read
 
-    @classmethod
-    def _of_data(cls, data: dict[str, Any]) -> Plan:
-        del data["format"], data["version"]
-        schedule = data.pop("schedule", None)
-        return cls(
-            mesh=Mesh.parse(data.pop("mesh")),
-            memory=_memory(data.pop("memory")),
-            schedule=None if schedule is None else _schedule(schedule),
-            layers=tuple(_layers(layer) for layer in data.pop("layers")),
-            whole=tuple(KeptWhole(**each) for each in data.pop("whole")),
-            late=tuple(data.pop("late", ())),
-            **data,
-        )
+        return read(text)
 
 
 def _and(meshes: tuple[str, ...]) -> str:
@@ -305,51 +327,3 @@ def _and(meshes: tuple[str, ...]) -> str:
 
 def _star(axes: tuple[str, ...]) -> str:
     return "*".join(axes)
-
-
-def _memory(data: Mapping[str, Any]) -> PlannedMemory:
-    return PlannedMemory(
-        peak_nbytes=data["peak_nbytes"], where=data["where"], kinds=tuple(Kind(**kind) for kind in data["kinds"])
-    )
-
-
-def _schedule(data: Mapping[str, Any]) -> Schedule:
-    return Schedule(
-        micro_batches=data["micro_batches"],
-        bubble=data["bubble"],
-        stages=tuple(
-            PlannedStage(
-                pieces=tuple((first, stop) for first, stop in stage["pieces"]),
-                in_flight=stage["in_flight"],
-                received=tuple((name, layout) for name, layout in stage["received"]),
-                memory=_memory(stage["memory"]),
-                seconds=stage["seconds"],
-            )
-            for stage in data["stages"]
-        ),
-    )
-
-
-def _layers(data: Mapping[str, Any]) -> PlannedLayers:
-    return PlannedLayers(
-        path=data["path"],
-        last=data.get("last", ""),
-        first=data["first"],
-        count=data["count"],
-        ops=tuple(
-            PlannedOp(
-                name=op["name"], target=op["target"], saved=op["saved"], inputs=tuple(op["inputs"]), outputs=tuple(op["outputs"])
-            )
-            for op in data["ops"]
-        ),
-        weights=tuple(
-            PlannedWeight(
-                name=weight["name"],
-                layout=weight["layout"],
-                weight_axes=tuple(weight["weight_axes"]),
-                gradient_axes=tuple(weight["gradient_axes"]),
-                state_axes=tuple(weight["state_axes"]),
-            )
-            for weight in data["weights"]
-        ),
-    )

@@ -21,7 +21,7 @@ from scrimp.layout import Mesh
 from scrimp.planner.answers.from_solution import plan_fields
 from scrimp.planner.answers.plan import Plan
 from scrimp.planner.answers.unsharded_ops import costs_of_whole
-from scrimp.planner.api import PlanSource, Say, captured
+from scrimp.planner.api import PlanSource, Say, captured, planned_model
 from scrimp.planner.baselines.starts import Known
 from scrimp.planner.baselines.strategies import FULL, SELECTIVE, SHARED, SPLIT, Baseline
 from scrimp.planner.cost.zero_levels import Precision, precision_of
@@ -75,6 +75,7 @@ class Drawn:
         self.graph, self.cluster, self.precision, self.optimizer = graph, cluster, precision, optimizer
         self._layers = Layers(graph)
         self._known: dict[Mesh, Known] = {}
+        self._model = planned_model(graph)
 
     def plan(self, baseline: Baseline, mesh: Mesh, seconds: float = 60.0) -> Plan:
         """The baseline's plan, whether or not it fits; `PlanError` if this model does not support it."""
@@ -90,6 +91,7 @@ class Drawn:
             optimizer=self.optimizer,
             objective=TIME,
             **plan_fields(assembly, solution),
+            model=self._model,
             whole=costs_of_whole(assembly, problem, solution, self.cluster.on(mesh).compute_seconds),
             source=PlanSource(graph=self.graph, assembly=assembly, problem=problem, solution=solution),
         )

@@ -103,7 +103,7 @@ class Assembly:
                 if last < model.forward_ops:  # recompute brings it back
                     group = model.makers[root]
                     nbytes = self.ways[k, group].only(RECOMPUTE, self.nbytes(model, group, root))
-                    self.sketch.hold(self.nodes[k, group], part.again, part.again, TEMPORARIES, nbytes)
+                    self.sketch.hold(self.nodes[k, group], part.again(first), part.again(last), TEMPORARIES, nbytes)
         for name, uses in model.uses.items():
             if name in model.makers and name not in leaving:
                 for use in uses:
@@ -138,7 +138,7 @@ class Assembly:
         self.sketch.hold(node, part.point(first), part.point(last), ACTIVATIONS, kept)
         self.sketch.hold(node, *part.span, ACTIVATIONS, (part.count - 1) * kept)
         self.sketch.hold(node, *FLIGHT, ACTIVATIONS, part.count * kept)
-        for way, back in ((RECOMPUTE, part.again), (OFFLOAD, part.point(behind))):
+        for way, back in ((RECOMPUTE, part.again(first)), (OFFLOAD, part.point(behind))):
             gone = here.only(way, nbytes)
             self.sketch.hold(node, part.point(first), part.point(ahead), TEMPORARIES, gone)
             self.sketch.hold(node, back, part.point(last), ACTIVATIONS, gone)
@@ -247,13 +247,13 @@ class Assembly:
             there = self.ways[maker, group].repeat(self.nbytes(one, group, name))[:, None]
             if inside:
                 there = there * ~self.ways[maker, group].mask(RECOMPUTE, len(one.options[group]))[:, None]
-            self.sketch.pair_hold(a, b, part.point(use.forward[1]), part.again, ACTIVATIONS, there * again)
+            self.sketch.pair_hold(a, b, part.point(use.forward[1]), part.again(use.forward[1]), ACTIVATIONS, there * again)
             self.sketch.pair_hold(a, b, *part.span, ACTIVATIONS, (part.count - 1) * there * again)
             self.sketch.pair_hold(a, b, *FLIGHT, ACTIVATIONS, part.count * there * again)
         elif inside:  # offloaded values come back for it, earlier than for their own backward
             back = self.ways[maker, group].only(OFFLOAD, self.nbytes(one, group, name))[:, None] * again
             first = min(op for op in one.reads[root] if op >= one.forward_ops)
-            self.sketch.pair_hold(a, b, part.again, part.point(first) - 1, ACTIVATIONS, back)
+            self.sketch.pair_hold(a, b, part.again(use.forward[0]), part.point(first) - 1, ACTIVATIONS, back)
 
     def used(self, node: int, made: Sequence[Placed], user: int, use: Use, name: str, copies: int) -> Numbers | None:
         """Adds the cost of a node's value for a group that uses it: resharding, and the copies while they are used. If the
@@ -272,7 +272,8 @@ class Assembly:
             return None
         again = ways.mask(RECOMPUTE, len(options))[None, :]
         self.sketch.pair_cost(*pair, copies * seconds * again, BACKWARD)
-        self.sketch.pair_hold(*pair, part.again, part.again, TEMPORARIES, nbytes * again)
+        first, last = use.forward
+        self.sketch.pair_hold(*pair, part.again(first), part.again(last), TEMPORARIES, nbytes * again)
         return again
 
     def _is_kept(self, maker: int, name: str, user: int, as_name: str) -> bool:

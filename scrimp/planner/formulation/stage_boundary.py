@@ -184,7 +184,7 @@ def _last(problem: Assembly, reading: Reading) -> int:
         return part.span[1]
     found = [part.point(span[1]) for span in reading.use.spans]
     if reading.use.forward is not None and RECOMPUTE in problem.ways[reading.part, reading.use.group].names:
-        found.append(part.again)
+        found.append(part.again(reading.use.forward[1]))
     return max(found)
 
 

@@ -92,6 +92,8 @@ def draw_weights(problem: Assembly, k: int, part: Part) -> None:
                 first, last = min(s[0] for s in used), max(s[1] for s in used)
                 gathered = numbers(lambda each: each.gathered_nbytes).astype(np.int64)
                 sketch.pair_hold(*pair, part.point(first), part.point(last), TEMPORARIES, gathered)
+                if not backward:
+                    sketch.pair_hold(*pair, part.again(first), part.again(last), TEMPORARIES, gathered * again)
 
 
 def _tied(problem: Assembly, owner: int, name: str, user: int, as_name: str) -> None:

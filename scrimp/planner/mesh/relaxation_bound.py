@@ -42,7 +42,7 @@ def bound_on(
 
 
 def _points(part: Part) -> list[int]:
-    return [part.again, *map(part.point, range(len(part.model.graph.ops)))]
+    return [*map(part.again, range(part.model.forward_ops)), *map(part.point, range(len(part.model.graph.ops)))]
 
 
 def _at(problem: Problem, points: Sequence[int]) -> Problem:

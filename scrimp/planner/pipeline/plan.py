@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from scrimp.cluster import Cluster, Link
 from scrimp.errors import PlanError
-from scrimp.planner.answers.from_solution import layers_of, memory_at
+from scrimp.planner.answers.from_solution import inputs_of, layers_of, memory_at
 from scrimp.planner.answers.plan import KeptWhole, Plan, PlannedLayers, PlannedMemory, PlannedStage, Schedule
 from scrimp.planner.answers.unsharded_ops import costs_of_whole
 from scrimp.planner.deadline import Deadline
@@ -55,6 +55,7 @@ def staged_plan(
         seconds_gap=max(solution.phases[-1].gap for solution in found.solutions),
         held_nbytes=sum(solution.held_nbytes for solution in found.solutions) // len(found.solutions),
         layers=_layers(found),
+        batch=inputs_of(graph, _chosen(found)),
         whole=_whole(found, work),
         schedule=Schedule(micro_batches=micro_batches, stages=stages, bubble=found.timing.bubble),
     )
@@ -86,6 +87,11 @@ def _memory(setup: Setup, stage: Stage, solution: Solution) -> PlannedMemory:
     piece, point = stage.joined.local(solution.point)
     assembly = stage.assemblies[piece]  # its own names: stages with identical layers share one problem
     return memory_at(stage.joined.sketch, setup.moves.mesh.size, solution, names_of_points(assembly.graph, assembly.parts)[point])
+
+
+def _chosen(found: Staged) -> Iterator[tuple[Assembly, Sequence[int]]]:
+    for stage, solution in zip(found.stages, found.solutions, strict=True):
+        yield from zip(stage.assemblies, stage.joined.choices(solution.choice), strict=True)
 
 
 def _layers(found: Staged) -> tuple[PlannedLayers, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,8 @@ Span = tuple[int, int]  # first and last operator, by index
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """One group's use of another group's value: operators in the forward, and in the backward."""
+    """One group's use of another group's value: operators in the forward, and in the backward. An operator that makes a view of
+    the value uses it as long as anybody reads the view: a resharded copy stays so long. The backward makes the view anew."""
 
     group: int
     forward: Span | None
@@ -71,7 +72,7 @@ def model_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> LayerModel:
         by_group: dict[int, list[int]] = {}
         for k in found:
             if group_of[k] != makers.get(name):
-                by_group.setdefault(group_of[k], []).append(k)
+                by_group.setdefault(group_of[k], []).extend(_with_views(graph, values, readers, k))
         uses[name] = tuple(_use(graph, group, ops) for group, ops in by_group.items())
     lives: dict[str, Span] = {}
     reads: dict[str, tuple[int, ...]] = {}
@@ -88,9 +89,18 @@ def model_of(graph: LayerGraph, rules: Mapping[str, Rule | None]) -> LayerModel:
     )  # fmt: skip
 
 
+def _with_views(graph: LayerGraph, values: Mapping[str, Value], readers: Mapping[str, Sequence[int]], op: int) -> Iterator[int]:
+    """The operator, and all that read views which it makes."""
+    yield op
+    for name in graph.ops[op].outputs:
+        if name is not None and values[name].storage != name:
+            for reader in readers.get(name, ()):
+                yield from _with_views(graph, values, readers, reader)
+
+
 def _use(graph: LayerGraph, group: int, ops: list[int]) -> Use:
-    forward = [k for k in ops if not graph.ops[k].backward]
-    backward = [k for k in ops if graph.ops[k].backward]
+    forward = sorted(k for k in ops if not graph.ops[k].backward)
+    backward = sorted(k for k in ops if graph.ops[k].backward)
     return Use(
         group=group,
         forward=(forward[0], forward[-1]) if forward else None,

@@ -3,8 +3,8 @@
 With halving sizes, any number of a run's layers can choose one option and the rest another, and the number of choices is the
 logarithm of the run's length. The last part is a single layer: its points are the run's worst, because the activations of all
 other layers are held then. Points are schedule steps: one for each operator of each part's last layer, first the forward's in
-order, then the backward's with the parts in reverse order. Before the backward of each part comes one more point, for its
-recompute.
+order, then the backward's with the parts in reverse order. Before the backward of each part come its forward operators once more,
+for its recompute.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class Part:
         ahead = self.model.forward_ops
         return self.forward + op if op < ahead else self.backward + op - ahead
 
-    @property
-    def again(self) -> int:
-        """The point before its backward, at which its forward is recomputed."""
-        return self.backward - 1
+    def again(self, op: int) -> int:
+        """The point at which a forward operator is recomputed, before the part's backward."""
+        return self.backward - self.model.forward_ops + op
 
     @property
     def span(self) -> tuple[int, int]:
@@ -50,9 +49,10 @@ def names_of_points(graph: Graph, parts: Sequence[Part]) -> tuple[str, ...]:
     names: dict[int, str] = {}
     for part in parts:
         path = graph.layers[part.last].path or "the model"
-        names[part.again] = f"{path}, its forward recomputed"
         for index, op in enumerate(part.model.graph.ops):
             names[part.point(index)] = f"{path}, {op.target}{', backward' if op.backward else ''}"
+            if not op.backward:
+                names[part.again(index)] = f"{path}, {op.target}, recomputed"
     return tuple(names[point] for point in range(len(names)))
 
 
@@ -79,7 +79,7 @@ def parts_of(graph: Graph, models: Sequence[LayerModel], *, together: bool = Fal
     ahead = [models[graph.layers[first].graph].forward_ops for first, _ in groups]
     total = [len(models[graph.layers[first].graph].graph.ops) for first, _ in groups]
     starts = [sum(ahead[:k]) for k in range(len(groups))]
-    behind = [sum(ahead) + 1 + sum(total[j] - ahead[j] + 1 for j in range(k + 1, len(groups))) for k in range(len(groups))]
+    behind = [sum(ahead) + ahead[k] + sum(total[k + 1 :]) for k in range(len(groups))]
     return tuple(
         Part(model=models[graph.layers[first].graph], first=first, count=count, forward=starts[k], backward=behind[k])
         for k, (first, count) in enumerate(groups)

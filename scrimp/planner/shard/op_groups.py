@@ -23,7 +23,8 @@ Dims = tuple[tuple[int, ...], ...]  # of each dim its atoms, by index in the gro
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """An operator in its group: dims of its tensors in the group's atoms; the atoms it sums over; communication inside the
-    operator, as (atom, atoms of the tensor sent, bytes of an element, times). `ruled`: it has a sharding rule."""
+    operator, as (atom, atoms of the tensor sent, bytes of an element, times). `factors`: the atoms of each factor of its rule.
+    `ruled`: it has a sharding rule."""
 
     op: int
     inputs: tuple[Dims, ...]
@@ -31,6 +32,7 @@ class Member:
     linear: tuple[frozenset[int], ...]
     sums: frozenset[int]
     talks: tuple[tuple[int, tuple[int, ...], int, int], ...]
+    factors: tuple[tuple[int, ...], ...] = ()
     ruled: bool = True
 
     @property
@@ -195,6 +197,7 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
                     for talk in rule.talks
                     for atom in numbered(index, [talk.factor])
                 ),
+                factors=tuple(numbered(index, [k]) for k in range(len(rule.factors))),
             )
         )
     first = graph.ops[_heaviest(graph, indices)]

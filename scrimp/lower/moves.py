@@ -1,0 +1,62 @@
+"""A tensor from one placement to another on this rank.
+
+The local tensor is seen in memory order and with its dims as factors, so that a move keeps the order in which dims lie in memory:
+an attention kernel's result follows its query, and a view that was free would become a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from scrimp.layout import Layout, Mesh
+from scrimp.lower.comm import Communicator
+from scrimp.move import Program, synthesize
+from scrimp.planner import Placed, common, placed
+
+
+def local_shape(place: Placed, mesh: Mesh) -> tuple[int, ...]:
+    return tuple(
+        prod(size for size, _ in dim) // prod(mesh.axis_size(axis) for _, axes in dim for axis in axes) for dim in place.dims
+    )
+
+
+def redistribute(
+    comm: Communicator, local: torch.Tensor, before: Placed, after: Placed, order: Sequence[int] = (), *, donate: bool
+) -> torch.Tensor:
+    if order:
+        back = sorted(range(len(order)), key=order.__getitem__)
+        moved = redistribute(comm, local.permute(*order), _permuted(before, order), _permuted(after, order), donate=donate)
+        return moved.permute(*back)
+    for shape, src, dst, dtype_place in _hops(before, after, comm.mesh):
+        program = _program(shape, comm.mesh, src, dst, str(local.dtype).removeprefix("torch."))
+        tile = src.local_shape(shape, comm.mesh, comm.rank)
+        made = comm.move(program, local.reshape(tile), donate=donate)
+        local, donate = made.reshape(local_shape(dtype_place, comm.mesh)), True
+    return local
+
+
+@lru_cache(maxsize=1 << 14)
+def _hops(before: Placed, after: Placed, mesh: Mesh) -> tuple[tuple[tuple[int, ...], Layout, Layout, Placed], ...]:
+    """One hop, or two over a placement that shares factors with both ends."""
+    found = common(before, after, mesh)
+    if found is not None:
+        return ((*found, after),)
+    dims = []
+    for one, other in zip(before.dims, after.dims, strict=True):
+        met = common(Placed((one,)), Placed((other,)), mesh) is not None
+        dims.append(one if met else [(size, ()) for size, _ in one])
+    between = placed(dims)
+    return (*_hops(before, between, mesh), *_hops(between, after, mesh))
+
+
+@lru_cache(maxsize=1 << 14)
+def _program(shape: tuple[int, ...], mesh: Mesh, src: Layout, dst: Layout, dtype: str) -> Program:
+    return synthesize(shape, mesh, src, dst, dtype=dtype)
+
+
+def _permuted(place: Placed, order: Sequence[int]) -> Placed:
+    return Placed(tuple(place.dims[dim] for dim in order), place.partial)
