@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from scrimp.rules.core.call import bind
     from scrimp.rules.core.follow import follow
     from scrimp.rules.core.layouts import Split, Sums, choices, factored_shape, fits, layouts, may_split, refine, simplest
-    from scrimp.rules.core.rule import FREE, INSIDE, SUM, WHOLE, Dims, Factor, Rule, Talk
+    from scrimp.rules.core.rule import FREE, INSIDE, SUM, WHOLE, Dims, Factor, Rule, Scratch, Talk
     from scrimp.rules.core.text import literal, written
     from scrimp.rules.localized import localize
     from scrimp.rules.ops.registry import known_targets, learn, rule_of
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from scrimp.rules.proof.synthetic_calls import Example, example, grown, target_of
 
 __all__ = [
-    "FREE", "INSIDE", "SUM", "WHOLE", "Dims", "Example", "Factor", "Proof", "Rule", "Split", "Sums", "Talk", "Tie", "bind",
-    "check", "choices", "discover", "example", "factored_shape", "fits", "follow", "grown", "known_targets", "layouts",
+    "FREE", "INSIDE", "SUM", "WHOLE", "Dims", "Example", "Factor", "Proof", "Rule", "Scratch", "Split", "Sums", "Talk", "Tie",
+    "bind", "check", "choices", "discover", "example", "factored_shape", "fits", "follow", "grown", "known_targets", "layouts",
     "learn", "literal", "localize", "may_split", "prove", "refine", "refuses", "rule_of", "simplest", "target_of", "written",
 ]  # fmt: skip
 
@@ -59,6 +59,7 @@ __getattr__ = lazily(
         "Dims": "scrimp.rules.core.rule",
         "Factor": "scrimp.rules.core.rule",
         "Rule": "scrimp.rules.core.rule",
+        "Scratch": "scrimp.rules.core.rule",
         "Talk": "scrimp.rules.core.rule",
         "literal": "scrimp.rules.core.text",
         "written": "scrimp.rules.core.text",

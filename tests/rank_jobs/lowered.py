@@ -13,7 +13,9 @@ from scrimp.lower import Ranks, lower
 from tests.support.lowering.run import at_rest_nbytes, batch_of, metered, tensors_of
 
 
-def step(plan: str, graph: str, name: str, settings: dict[str, Any], rows: int) -> tuple[float, dict[str, torch.Tensor], int, str]:
+def step(
+    plan: str, graph: str, name: str, settings: dict[str, Any], rows: int
+) -> tuple[float, dict[str, torch.Tensor], int, str]:
     """The loss, the gradients, and the peak of all live storages and where it was, staging of moves included."""
     found, captured = Plan.from_json(plan), from_json(graph)
     torch.manual_seed(0)

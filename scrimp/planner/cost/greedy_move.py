@@ -13,6 +13,7 @@ and where it is not, the axis at the end of a dim that must leave it is all-gath
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from scrimp.cluster import Cluster, Link
@@ -27,9 +28,21 @@ class AxisWise:
 
     def seconds(self, nbytes: float, src: Layout, dst: Layout) -> float:
         """`nbytes`: of the whole array."""
+        return self.cost(nbytes, src, dst)[0]
+
+    def cost(self, nbytes: float, src: Layout, dst: Layout, shape: Sequence[int] = ()) -> tuple[float, float]:
+        """Seconds, and with a shape also the bytes that a device needs besides the array before and after: parts that are packed,
+        parts that arrive, and arrays between two collectives."""
         state, wanted = [[*dim] for dim in src.dims], [[*dim] for dim in dst.dims]
         summed = {*src.partial}
         local, total = nbytes / prod(self._sizes[axis] for dim in state for axis in dim), 0.0
+        end = nbytes / prod(self._sizes[axis] for dim in wanted for axis in dim)
+        held, most = 0.0, 0.0  # of the array between, and the most beyond the source
+
+        def inner(dim: int) -> bool:
+            """Whether a part along the dim is scattered in memory."""
+            return any(shape[k] > prod(self._sizes[axis] for axis in state[k]) for k in range(dim)) if shape else False
+
         while state != wanted or summed:
             comes = self._coming(state, wanted)
             if comes is not None:
@@ -37,8 +50,10 @@ class AxisWise:
                 if axis in summed:
                     total += self._reduced((axis,), local)
                     summed.remove(axis)
+                    most = max(most, held + local * (2 if inner(dim) else 1) + local / self._sizes[axis])
                 state[dim].append(axis)
                 local /= self._sizes[axis]
+                held = local
                 continue
             goes = _going(state, wanted)
             if goes is not None:
@@ -46,19 +61,22 @@ class AxisWise:
                 axes = tuple(state[source][-count:])
                 size = prod(self._sizes[axis] for axis in axes)
                 total += self._link(axes).seconds(size - 1, local * (size - 1) / size)
+                most, held = max(most, held + 2 * local), local
                 del state[source][-count:]
                 state[target] += axes
                 continue
             alone = tuple(sorted(axis for axis in summed if not any(axis in dim for dim in wanted)))
             if alone:
                 total += 2 * self._reduced(alone, local)
+                most, held = max(most, held + 2 * local), local
                 summed -= {*alone}
                 continue
             dim = next(k for k, (now, then) in enumerate(zip(state, wanted, strict=True)) if now != then[: len(now)])
             axis = state[dim].pop()
             local *= self._sizes[axis]
+            most, held = max(most, held + local * (2 if inner(dim) else 1)), local
             total += self._reduced((axis,), local)  # an all-gather costs as much as a reduce-scatter
-        return total
+        return total, max(0.0, most - end)
 
     def _coming(self, state: list[list[str]], wanted: list[list[str]]) -> tuple[str, int] | None:
         """An axis that a dim needs next, and that splits nothing now."""

@@ -12,6 +12,7 @@ from scrimp.planner.formulation.builder import Numbers
 from scrimp.planner.shard.placement import Placed, common, placed
 
 Places = tuple[Placed, ...]
+Order = tuple[int, ...]
 
 
 class Moves:
@@ -21,18 +22,23 @@ class Moves:
         self.costs, self.mesh = costs, costs.mesh
         self.sizes = dict(costs.mesh.axes)
         self._seconds: dict[tuple[Placed, Placed, int], float] = {}
-        self._tables: dict[tuple[Places, Places, int], tuple[Numbers, Numbers]] = {}
+        self._tables: dict[tuple[Places, Places, int, Order], tuple[Numbers, Numbers, Numbers]] = {}
 
-    def tables(self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int) -> tuple[Numbers, Numbers]:
-        """By pairs: seconds of resharding, and bytes of the copies. Few pairs differ, and identical layers share them."""
+    def tables(
+        self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int, order: Order = ()
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """By pairs: seconds of resharding, bytes of the copies, and bytes that the resharding takes besides while it runs, which
+        depend on the order of the dims in memory. Few pairs differ, and identical layers share them."""
         rows, columns = ({place: k for k, place in enumerate(dict.fromkeys(places))} for places in (made, needed))
-        key = (*rows,), (*columns,), itemsize
+        key = (*rows,), (*columns,), itemsize, order
         if key not in self._tables:
             seconds = [[self.seconds(one, other, itemsize) for other in columns] for one in rows]
             nbytes = [[self.nbytes(one, other, itemsize) for other in columns] for one in rows]
-            self._tables[key] = np.array(seconds, float), np.array(nbytes, np.int64)
+            staging = [[self.staging(_lying(one, order), _lying(other, order), itemsize) for other in columns] for one in rows]
+            self._tables[key] = np.array(seconds, float), np.array(nbytes, np.int64), np.array(staging, np.int64)
         pairs = np.ix_([rows[place] for place in made], [columns[place] for place in needed])
-        return self._tables[key][0][pairs], self._tables[key][1][pairs]
+        found = self._tables[key]
+        return found[0][pairs], found[1][pairs], found[2][pairs]
 
     def seconds(self, source: Placed, target: Placed, itemsize: int) -> float:
         if source == target:
@@ -50,6 +56,18 @@ class Moves:
             return max(target.numel(self.sizes), self._between(source, target).numel(self.sizes)) * itemsize
         return target.numel(self.sizes) * itemsize
 
+    def staging(self, source: Placed, target: Placed, itemsize: int) -> int:
+        """Bytes besides source and target while a tensor is resharded."""
+        if source == target:
+            return 0
+        found = common(source, target, self.mesh)
+        if found is None:
+            between = self._between(source, target)
+            hops = self.staging(source, between, itemsize), self.staging(between, target, itemsize)
+            return max(hops) + min(between.numel(self.sizes), target.numel(self.sizes)) * itemsize
+        shape, src, dst = found
+        return round(self.costs.cost(prod(shape) * itemsize, src, dst, shape)[1])
+
     def _allowed(self, source: Placed, target: Placed, itemsize: int) -> float:
         found = common(source, target, self.mesh)
         if found is None:
@@ -65,3 +83,8 @@ class Moves:
             met = common(Placed((one,)), Placed((other,)), self.mesh) is not None
             dims.append(one if met else [(size, ()) for size, _ in one])
         return placed(dims)
+
+
+def _lying(place: Placed, order: Order) -> Placed:
+    """The placement with its dims as they lie in memory."""
+    return Placed(tuple(place.dims[dim] for dim in order), place.partial) if order else place

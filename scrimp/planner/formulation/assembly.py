@@ -25,11 +25,22 @@ from scrimp.move import ITEMSIZE
 from scrimp.planner.cost.activation_policy import Ways
 from scrimp.planner.cost.move_tables import Moves
 from scrimp.planner.cost.zero_levels import Precision
-from scrimp.planner.formulation.builder import ACTIVATIONS, BACKWARD, BUFFERS, FLIGHT, FORWARD, TEMPORARIES, Numbers, Sketch
+from scrimp.planner.formulation.builder import (
+    ACTIVATIONS,
+    BACKWARD,
+    BUFFERS,
+    FLIGHT,
+    FORWARD,
+    MOVED,
+    SCRATCH,
+    TEMPORARIES,
+    Numbers,
+    Sketch,
+)
 from scrimp.planner.formulation.stage_boundary import NOWHERE, Outside, draw_outside
 from scrimp.planner.formulation.weight_nodes import draw_weights
-from scrimp.planner.shard.layer_model import LayerModel, Use
-from scrimp.planner.shard.layer_runs import Part, names_of_points
+from scrimp.planner.shard.layer_model import LayerModel, Read, Use
+from scrimp.planner.shard.layer_runs import POINTS, Part, names_of_points
 from scrimp.planner.shard.options import Option
 from scrimp.planner.shard.placement import Placed
 
@@ -83,10 +94,23 @@ class Assembly:
         self.tangents: dict[tuple[int, str], int] = {}  # nodes of gradients from other pieces, by output
         self.owners: dict[str, tuple[int, str]] = {}  # of each weight: the first part that uses it, and its name there
         for k, part in enumerate(parts):
+            self._inside_operators(k, part)
             self._inside(k, part)
             self._borders(k, part)
             draw_weights(self, k, part)
         draw_outside(self)
+
+    def _inside_operators(self, k: int, part: Part) -> None:
+        """Bytes that operators take while they run, and that reducing their inputs takes before."""
+        for g, options in enumerate(part.model.options):
+            here, node = self.ways[k, g], self.nodes[k, g]
+            for before, found in ((1, [each.staging for each in options]), (0, [each.scratch for each in options])):
+                for op in sorted({op for each in found for op in each}):
+                    nbytes = np.array([each.get(op, 0) for each in found])
+                    self.sketch.hold(node, part.point(op) - before, part.point(op) - before, SCRATCH, here.repeat(nbytes))
+                    if op < part.model.forward_ops:
+                        again = part.again(op) - before
+                        self.sketch.hold(node, again, again, SCRATCH, here.only(RECOMPUTE, nbytes))
 
     # Values that stay in their layer.
 
@@ -99,7 +123,10 @@ class Assembly:
             if first < model.forward_ops <= last:
                 self._save(k, root)
             else:
-                self._hold(k, root, part.point(first), part.point(last))
+                every = model.storage_reads.get(root, ())
+                nbytes = self.ways[k, model.makers[root]].repeat(self.nbytes(model, model.makers[root], root))
+                self._until_read(k, root, part.point(first), every, TEMPORARIES, nbytes)
+                self.sketch.must_be(part.point(first), part.point(last), TEMPORARIES, whole_nbytes(model.values[root]))
                 if last < model.forward_ops:  # recompute brings it back
                     group = model.makers[root]
                     nbytes = self.ways[k, group].only(RECOMPUTE, self.nbytes(model, group, root))
@@ -132,16 +159,17 @@ class Assembly:
         group = model.makers[root]
         node, here, nbytes = self.nodes[k, group], self.ways[k, group], self.nbytes(model, group, root)
         used, (first, last) = model.reads[root], model.lives[root]
-        ahead = max([first, *(op for op in used if op < model.forward_ops)])
         behind = min(op for op in used if op >= model.forward_ops)
         kept = here.only(KEEP, nbytes)
-        self.sketch.hold(node, part.point(first), part.point(last), ACTIVATIONS, kept)
+        reads = model.storage_reads[root]
+        before, after = ([read for read in reads if (read.op < model.forward_ops) == way] for way in (True, False))
+        self._until_read(k, root, part.point(first), reads, ACTIVATIONS, kept)
         self.sketch.hold(node, *part.span, ACTIVATIONS, (part.count - 1) * kept)
         self.sketch.hold(node, *FLIGHT, ACTIVATIONS, part.count * kept)
-        for way, back in ((RECOMPUTE, part.again(first)), (OFFLOAD, part.point(behind))):
+        for way, back in ((RECOMPUTE, part.again(first)), (OFFLOAD, part.point(behind) - 1)):
             gone = here.only(way, nbytes)
-            self.sketch.hold(node, part.point(first), part.point(ahead), TEMPORARIES, gone)
-            self.sketch.hold(node, back, part.point(last), ACTIVATIONS, gone)
+            self._until_read(k, root, part.point(first), before, TEMPORARIES, gone)
+            self._until_read(k, root, back, after, ACTIVATIONS, gone)
         for when in (FORWARD, BACKWARD):
             self.sketch.cost(node, part.count * here.only(OFFLOAD, nbytes) / self.rates.host_link, when)
         whole = whole_nbytes(model.values[root])
@@ -149,10 +177,39 @@ class Assembly:
         self.sketch.must_be(*part.span, ACTIVATIONS, (part.count - 1) * whole)
         self.sketch.must_be(*FLIGHT, ACTIVATIONS, part.count * whole)
 
+    def _until_read(self, k: int, root: str, first: int, reads: Sequence[Read], kind: str, nbytes: Numbers) -> None:
+        """Holds a storage until its last read. If the last reader gets a resharded copy, the storage is freed with that: by
+        options of both groups."""
+        part, model = self.parts[k], self.parts[k].model
+        node = self.nodes[k, model.makers[root]]
+
+        def stays(read: Read) -> int:
+            return part.point(read.op)
+
+        def moves(read: Read) -> int:
+            same = (read.at < model.forward_ops) == (read.op < model.forward_ops)
+            return part.point(read.at if same else read.op) - 1  # the backward reshards again
+
+        last = max(reads, key=stays, default=None)
+        if last is None or last.value is None:
+            self.sketch.hold(node, first, max([first, *map(stays, reads)]), kind, nbytes)
+            return
+        alike = [read for read in reads if (read.value, read.group) == (last.value, last.group)]
+        base = max([first, *(stays(read) for read in reads if read not in alike), *map(moves, alike)])
+        self.sketch.hold(node, first, base, kind, nbytes)
+        if self.alone or stays(last) <= base:
+            return
+        maker, user = model.makers[last.value], last.group
+        assert user is not None
+        made = self.ways[k, maker].spread([option.made[last.value] for option in model.options[maker]])
+        needed = self.ways[k, user].spread([option.needed[last.value] for option in model.options[user]])
+        _, copies, _ = self.moves.tables(made, needed, ITEMSIZE[model.values[last.value].dtype])
+        self.sketch.pair_hold(node, self.nodes[k, user], base + 1, stays(last), kind, nbytes[:, None] * (copies == 0))
+
     @property
     def turn(self) -> int:
         """The first point of the backward."""
-        return self.parts[-1].forward + self.parts[-1].model.forward_ops
+        return self.parts[-1].forward + POINTS * self.parts[-1].model.forward_ops
 
     # Values that go to another layer, and their gradients that come back.
 
@@ -178,6 +235,8 @@ class Assembly:
                 continue
             first, last = (part.point(op) for op in model.lives[root])
             source = inputs.get(name)
+            if source is None:
+                last += 1  # while it is reduced
             if source is not None and source.layer is not None and self.part_of[source.layer] != k:
                 before = self.parts[self.part_of[source.layer]]
                 tangent = dict(before.model.graph.tangents).get(source.name)
@@ -253,7 +312,7 @@ class Assembly:
         elif inside:  # offloaded values come back for it, earlier than for their own backward
             back = self.ways[maker, group].only(OFFLOAD, self.nbytes(one, group, name))[:, None] * again
             first = min(op for op in one.reads[root] if op >= one.forward_ops)
-            self.sketch.pair_hold(a, b, part.again(use.forward[0]), part.point(first) - 1, ACTIVATIONS, back)
+            self.sketch.pair_hold(a, b, part.again(use.forward[0]) - 1, part.point(first) - 2, ACTIVATIONS, back)
 
     def used(self, node: int, made: Sequence[Placed], user: int, use: Use, name: str, copies: int) -> Numbers | None:
         """Adds the cost of a node's value for a group that uses it: resharding, and the copies while they are used. If the
@@ -262,18 +321,22 @@ class Assembly:
         part, ways = self.parts[user], self.ways[user, use.group]
         options = part.model.options[use.group]
         needed = ways.spread([option.needed[name] for option in options])
-        seconds, nbytes = self.moves.tables(made, needed, ITEMSIZE[part.model.values[name].dtype])
+        value = part.model.values[name]
+        seconds, nbytes, staging = self.moves.tables(made, needed, ITEMSIZE[value.dtype], value.order)
         pair = (node, self.nodes[user, use.group])
         for span, when in ((use.forward, FORWARD), (use.backward, BACKWARD)):
             if span is not None:
                 self.sketch.pair_cost(*pair, copies * seconds, when)
-                self.sketch.pair_hold(*pair, part.point(span[0]), part.point(span[1]), TEMPORARIES, nbytes)
+                before = part.point(span[0]) - 1
+                self.sketch.pair_hold(*pair, before, part.point(span[1]), MOVED, nbytes)
+                self.sketch.pair_hold(*pair, before, before, SCRATCH, staging)
         if use.forward is None or RECOMPUTE not in ways.names:
             return None
         again = ways.mask(RECOMPUTE, len(options))[None, :]
         self.sketch.pair_cost(*pair, copies * seconds * again, BACKWARD)
         first, last = use.forward
-        self.sketch.pair_hold(*pair, part.again(first), part.again(last), TEMPORARIES, nbytes * again)
+        self.sketch.pair_hold(*pair, part.again(first) - 1, part.again(last), MOVED, nbytes * again)
+        self.sketch.pair_hold(*pair, part.again(first) - 1, part.again(first) - 1, SCRATCH, staging * again)
         return again
 
     def _is_kept(self, maker: int, name: str, user: int, as_name: str) -> bool:

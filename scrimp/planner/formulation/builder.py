@@ -22,6 +22,7 @@ FORWARD, BACKWARD, INPUT, GRADIENT, ONCE = "forward", "backward", "input", "grad
 FLIGHT, AWAY = (-1, -1), (-2, -2)
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, TEMPORARIES, BUFFERS = "activations", "temporaries", "buffers"
+MOVED, SCRATCH = "moved", "scratch"  # resharded copies and gathered weights; bytes inside resharding and inside operators
 
 
 @dataclass(kw_only=True)

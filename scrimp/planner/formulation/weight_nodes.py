@@ -16,15 +16,16 @@ import numpy as np
 from scrimp._arguments import RECOMPUTE
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
-from scrimp.planner.cost.zero_levels import AtRest, Used, at_rest, levels
+from scrimp.planner.cost.zero_levels import STATES, AtRest, Used, at_rest, levels
 from scrimp.planner.formulation.builder import (
     BACKWARD,
     FORWARD,
     GRADIENTS,
+    MOVED,
     ONCE,
     OPTIMIZER,
     PARAMETERS,
-    TEMPORARIES,
+    SCRATCH,
     Numbers,
 )  # fmt: skip
 from scrimp.planner.shard.layer_runs import Part
@@ -85,15 +86,41 @@ def draw_weights(problem: Assembly, k: int, part: Part) -> None:
         for span in sketch.always:
             for kind, of in _KINDS.items():
                 sketch.pair_hold(*pair, *span, kind, part.count * numbers(of).astype(np.int64))
+        for name in names:
+            if name in gradients:
+                _reduced(problem, k, group, name, gradients[name], pair, choices)
         spans = [span for name in names for use in model.uses[name] if use.group == group for span in use.spans]
         for backward in (False, True):
             used = [span for span in spans if (span[0] >= model.forward_ops) == backward]
             if used:
                 first, last = min(s[0] for s in used), max(s[1] for s in used)
                 gathered = numbers(lambda each: each.gathered_nbytes).astype(np.int64)
-                sketch.pair_hold(*pair, part.point(first), part.point(last), TEMPORARIES, gathered)
+                sketch.pair_hold(*pair, part.point(first) - 1, part.point(last), MOVED, gathered)
                 if not backward:
-                    sketch.pair_hold(*pair, part.again(first), part.again(last), TEMPORARIES, gathered * again)
+                    sketch.pair_hold(*pair, part.again(first) - 1, part.again(last), MOVED, gathered * again)
+
+
+def _reduced(
+    problem: Assembly, k: int, group: int, name: str, gradient: str, pair: tuple[int, int], choices: Sequence[tuple[int, ...]]
+) -> None:
+    """Holds what the reduction of a gradient takes, behind the operator that makes it: the summands that arrive, and a copy of a
+    gradient that does not lie in order."""
+    part, model = problem.parts[k], problem.parts[k].model
+    made = next((index for index, op in enumerate(model.graph.ops) if gradient in op.outputs), None)
+    if made is None:
+        return
+    mesh, itemsize = problem.moves.mesh, ITEMSIZE[model.values[gradient].dtype]
+    rows = []
+    for option in problem.ways[k, group].spread(model.options[group]):
+        place, of = option.needed[name], option.made.get(gradient)
+        partial = of.partial if of is not None else ()
+        nbytes, row = problem.numel(place) * itemsize, []
+        for level in choices:
+            over = [a for a, each in zip(mesh.names, level, strict=True) if a not in place.axes and each >= STATES]
+            row.append((nbytes if partial or over else 0) + (nbytes if model.values[gradient].order else 0))
+        rows.append(row)
+    after = part.point(made) + 1
+    problem.sketch.pair_hold(*pair, after, after, SCRATCH, np.array(rows, np.int64))
 
 
 def _tied(problem: Assembly, owner: int, name: str, user: int, as_name: str) -> None:
@@ -106,11 +133,12 @@ def _tied(problem: Assembly, owner: int, name: str, user: int, as_name: str) -> 
     for use in other.uses[as_name]:
         needed = problem.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
         pair = (problem.nodes[owner, first], problem.nodes[user, use.group])
-        seconds, nbytes = problem.moves.tables(there, needed, ITEMSIZE[one.values[name].dtype])
+        seconds, nbytes, staging = problem.moves.tables(there, needed, ITEMSIZE[one.values[name].dtype])
         problem.sketch.pair_cost(*pair, (use.forward is not None) * seconds, FORWARD)
         problem.sketch.pair_cost(*pair, ((use.backward is not None) + 1) * seconds, BACKWARD)
         for first_op, last_op in use.spans:
-            problem.sketch.pair_hold(*pair, part.point(first_op), part.point(last_op), TEMPORARIES, nbytes)
+            problem.sketch.pair_hold(*pair, part.point(first_op) - 1, part.point(last_op), MOVED, nbytes)
+            problem.sketch.pair_hold(*pair, part.point(first_op) - 1, part.point(first_op) - 1, SCRATCH, staging)
 
 
 def _at_rest(

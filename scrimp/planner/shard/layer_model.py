@@ -29,6 +29,18 @@ class Use:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Read:
+    """An operator reads a storage, or a view of it. `value`: the first value on the way from the storage to the operator that
+    another group than its maker's reads, by operator `at` of `group`: there it may be resharded, and what is read from there on
+    is the copy. None if there is no such value."""
+
+    op: int
+    value: str | None = None
+    group: int | None = None
+    at: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerModel:
     """`makers`: the group that makes each value. `uses`: by value, of groups other than its maker. `lives`: of each storage made
     here, from the operator that makes it to the last that reads it or a view of it; `reads`: all that read it."""
@@ -45,6 +57,28 @@ class LayerModel:
     @cached_property
     def forward_ops(self) -> int:
         return sum(1 for op in self.graph.ops if not op.backward)
+
+    @cached_property
+    def storage_reads(self) -> Mapping[str, tuple[Read, ...]]:
+        """By storage made here, all reads of it and of its views."""
+        group_of = {member.op: k for k, group in enumerate(self.groups) for member in group.members}
+        producer = {name: k for k, op in enumerate(self.graph.ops) for name in op.outputs if name is not None}
+        found: dict[str, list[Read]] = {}
+        for k, op in enumerate(self.graph.ops):
+            for name in dict.fromkeys(op.inputs):
+                root = self.values[name].storage
+                if self.values[root].kind != MADE:
+                    continue
+                read, at, value = Read(op=k), k, name
+                while True:  # towards the storage: the crossing next to it counts
+                    if group_of[at] != self.makers[value]:
+                        read = Read(op=k, value=value, group=group_of[at], at=at)
+                    if value == root:
+                        break
+                    at = producer[value]
+                    value = self.graph.ops[at].inputs[0]
+                found.setdefault(root, []).append(read)
+        return {root: tuple(reads) for root, reads in found.items()}
 
     @property
     def borders(self) -> tuple[str, ...]:

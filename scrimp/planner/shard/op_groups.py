@@ -33,6 +33,7 @@ class Member:
     sums: frozenset[int]
     talks: tuple[tuple[int, tuple[int, ...], int, int], ...]
     factors: tuple[tuple[int, ...], ...] = ()
+    scratch: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = ()  # atoms when split, atoms held, bytes of an element
     ruled: bool = True
 
     @property
@@ -198,6 +199,9 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
                     for atom in numbered(index, [talk.factor])
                 ),
                 factors=tuple(numbered(index, [k]) for k in range(len(rule.factors))),
+                scratch=tuple(
+                    (numbered(index, each.when), numbered(index, each.of), each.itemsize * each.times) for each in rule.scratch
+                ),
             )
         )
     first = graph.ops[_heaviest(graph, indices)]

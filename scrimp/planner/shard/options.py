@@ -7,7 +7,7 @@ operators needs the full value of another's partial sum, the group all-reduces i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
@@ -25,7 +25,8 @@ Move = Callable[[Placed, Placed, int], float]  # seconds from one placement to a
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One option. `made` and `needed`: placements by value. `work_seconds`: of the operators; `talk_seconds`: of communication
-    inside the group; `again_seconds`: both for a recompute of the forward."""
+    inside the group; `again_seconds`: both for a recompute of the forward. By operator: `staging`, bytes that reducing its inputs
+    takes before it runs; `scratch`, bytes that it takes while it runs, beyond inputs and outputs."""
 
     split: Split
     made: Mapping[str, Placed]
@@ -33,6 +34,8 @@ class Option:
     work_seconds: float
     talk_seconds: float
     again_seconds: float = 0.0
+    staging: Mapping[int, int] = field(default_factory=dict)
+    scratch: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -68,6 +71,8 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
     now: dict[str, Placed] = {}  # of values made here, reduced once an operator needed that
     needed: dict[str, Placed] = {}
     work_seconds = talk_seconds = again_seconds = 0.0
+    staging: dict[int, int] = {}
+    scratch: dict[int, int] = {}
     for member in group.members:
         op, before = graph.ops[member.op], work_seconds + talk_seconds
         parts = [now[name].partial if name in now else () for name in op.inputs]
@@ -77,6 +82,8 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
                 needed.setdefault(name, place(dims))
             elif partial and not set(partial) <= set(through):
                 talk_seconds += move(now[name], now[name].complete(), _itemsize(values[name]))
+                # The summands of an all-reduce are as large as the tensor.
+                staging[member.op] = max(staging.get(member.op, 0), now[name].numel(sizes) * _itemsize(values[name]))
                 made[name] = now[name] = now[name].complete()  # from here on it is reduced for all users
         split_over = prod(sizes[axis] for atom in member.atoms for axis in axes.get(atom, ()))
         touched = 0
@@ -99,11 +106,15 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
             if atom in axes:
                 tensor = place(tuple((each,) for each in of), axes[atom])
                 talk_seconds += times * move(tensor, tensor.complete(), itemsize)
+        for when, of, itemsize in member.scratch:
+            if any(atom in axes for atom in when):
+                held = place(tuple((each,) for each in of)).numel(sizes) * itemsize
+                scratch[member.op] = scratch.get(member.op, 0) + held
         if not op.backward:
             again_seconds += work_seconds + talk_seconds - before
     return Option(
         split=split, made=made, needed=needed, work_seconds=work_seconds, talk_seconds=talk_seconds,
-        again_seconds=again_seconds,
+        again_seconds=again_seconds, staging=staging, scratch=scratch,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from scrimp.rules.core.call import Call
-from scrimp.rules.core.rule import FREE, WHOLE, Dims, Factor, Rule, Talk
+from scrimp.rules.core.rule import FREE, WHOLE, Dims, Factor, Rule, Scratch, Talk
 
 REALS = ("float16", "bfloat16", "float32", "float64")
 
@@ -45,12 +45,16 @@ class Draft:
         *outputs: Dims | None,
         linear: Iterable[Sequence[str]] = (),
         talks: Iterable[Talk] = (),
+        scratch: Iterable[Scratch] = (),
     ) -> Rule:
         """`linear`: by argument names; arguments that are no tensors in this call are ignored."""
         named = (frozenset(i for i in map(self.call.at, names) if i is not None) for names in linear)
-        return self.made(outputs, linear=named, talks=talks)
+        return self.made(outputs, linear=named, talks=talks, scratch=scratch)
 
-    def made(self, outputs: Sequence[Dims | None], *, linear: Iterable[frozenset[int]], talks: Iterable[Talk] = ()) -> Rule:
+    def made(
+        self, outputs: Sequence[Dims | None], *, linear: Iterable[frozenset[int]], talks: Iterable[Talk] = (),
+        scratch: Iterable[Scratch] = (),
+    ) -> Rule:  # fmt: skip
         shapes, op = self.call.shapes, self.call.op
         inputs = tuple(self.inputs[i] if i in self.inputs else self.dims(shapes[i], WHOLE) for i in range(len(shapes)))
         return Rule(
@@ -59,6 +63,7 @@ class Draft:
             outputs=tuple(None if name is None else dims for name, dims in zip(op.outputs, outputs, strict=False)),
             linear=tuple(dict.fromkeys(members for members in linear if members and self._may_be_parts(members))),
             talks=tuple(talks),
+            scratch=tuple(each for each in scratch if each.when and each.times),
         )
 
     def _may_be_parts(self, members: frozenset[int]) -> bool:

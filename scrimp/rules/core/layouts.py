@@ -71,6 +71,7 @@ def refine(rule: Rule, factor: int, sizes: Sequence[int]) -> Rule | None:
         talks=tuple(
             replace(talk, factor=part) for talk in talks for part in (parts if talk.factor == factor else (talk.factor,))
         ),
+        scratch=tuple(replace(each, when=refined((each.when,))[0], of=refined((each.of,))[0]) for each in rule.scratch),
     )
 
 

@@ -37,6 +37,17 @@ class Talk:
     times: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """Tensors with the factors `of` that an operator holds while it runs, beyond its inputs and outputs, where one of the factors
+    `when` is split: of so many bytes per element, `times` over."""
+
+    when: tuple[int, ...]
+    of: tuple[int, ...]
+    itemsize: int
+    times: int = 1
+
+
 Dims = tuple[tuple[int, ...], ...]  # of each dim of a tensor its factors by index, major first; none: a dim of size 1
 
 
@@ -50,3 +61,4 @@ class Rule:
     outputs: tuple[Dims | None, ...]
     linear: tuple[frozenset[int], ...] = ()
     talks: tuple[Talk, ...] = ()
+    scratch: tuple[Scratch, ...] = ()

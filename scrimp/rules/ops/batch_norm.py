@@ -20,22 +20,26 @@ def _high(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return _high(tensor.new_empty(0)).dtype
+
+
 def _forward(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     spread = _spread(here)
     training = given.get("training", not here.call.op.target.endswith("no_training.default"))
     if not training or here.count(spread) == 1:
         return here.call.run(given)
-    x, over, shape = _high(given["input"]), _over(given["input"]), _per_channel(given["input"])
+    x, over, shape = given["input"], _over(given["input"]), _per_channel(given["input"])
     count = prod(here.rule.factors[factor].size for factor in spread)
-    mean = here.reduce(x.sum(over), "sum", spread) / count
+    mean = here.reduce(x.sum(over, dtype=_wide(x)), "sum", spread) / count
     off = x - mean.view(shape)
     variance = here.reduce((off * off).sum(over), "sum", spread) / count
     inverse = (variance + given["eps"]).rsqrt()
-    out = off * inverse.view(shape)
+    out = off.mul_(inverse.view(shape))
     if given["weight"] is not None:
-        out = out * given["weight"].view(shape)
+        out.mul_(given["weight"].view(shape))
     if given["bias"] is not None:
-        out = out + given["bias"].view(shape)
+        out.add_(given["bias"].view(shape))
     kept = _kept(given)
     made = (out.to(given["input"].dtype), mean.to(kept), inverse.to(kept))
     if "functional" not in here.call.op.target:
@@ -49,16 +53,18 @@ def _backward(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     spread = _spread(here)
     if not given["train"] or here.count(spread) == 1:
         return here.call.run(given)
-    x, gradient = _high(given["input"]), _high(given["grad_out"])
+    x, gradient = given["input"], given["grad_out"]
     over, shape = _over(x), _per_channel(x)
     count = prod(here.rule.factors[factor].size for factor in spread)
-    mean, inverse = given["save_mean"], given["save_invstd"]
+    mean, inverse = _high(given["save_mean"]), _high(given["save_invstd"])
     off = x - mean.view(shape)
-    total = here.reduce(gradient.sum(over), "sum", spread)
+    total = here.reduce(gradient.sum(over, dtype=_wide(x)), "sum", spread)
     along = here.reduce((gradient * off).sum(over), "sum", spread)
     scale = inverse if given["weight"] is None else inverse * given["weight"]
-    slope = (along * inverse * inverse / count).view(shape)
-    gradient_x = ((gradient - (total / count).view(shape) - off * slope) * scale.view(shape)).to(given["input"].dtype)
+    off.mul_((along * inverse * inverse / count).view(shape))
+    gradient_x = (gradient - (total / count).view(shape)).sub_(off)
+    del off
+    gradient_x = gradient_x.mul_(scale.view(shape)).to(x.dtype)
     kept = _kept(given) if given["weight"] is None else given["weight"].dtype
     made = (gradient_x, (along * inverse).to(kept), total.to(kept))
     return tuple(each if wanted else None for each, wanted in zip(made, given["output_mask"], strict=True))

@@ -59,7 +59,7 @@ def _run_counting(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     assert dims is not None
     for at, dim in enumerate(dims):
         whole = whole.narrow(at, here.start(dim), here.size(dim))
-    return (whole,)
+    return (whole.clone(),)
 
 
 def _run_drawn(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:

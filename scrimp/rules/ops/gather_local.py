@@ -51,7 +51,7 @@ def _look_up(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
         at = table_dim(here.call, len(dims))
         shape = own.shape or (1,) if here.call.op.target == "aten.index_select.default" else own.shape
         own = own.reshape(*shape, *[1] * (found.dim() - at - len(shape)))
-    return (found.masked_fill(~own, 0),)
+    return (found.masked_fill_(~own, 0),)
 
 
 def _write(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:

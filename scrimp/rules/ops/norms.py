@@ -11,7 +11,7 @@ from typing import Any
 from scrimp.rules.core.builder import Draft
 from scrimp.rules.core.call import Call
 from scrimp.rules.core.local_context import Here, family
-from scrimp.rules.core.rule import FREE, INSIDE, SUM, WHOLE, Dims, Rule, Talk
+from scrimp.rules.core.rule import FREE, INSIDE, SUM, WHOLE, Dims, Rule, Scratch, Talk
 from scrimp.rules.ops.batch_norm import BATCH_NORM_RUNS
 
 Of = Callable[[Call, Draft, str], tuple[Dims, Dims, Dims]]  # dims of the input, of the normalised part, of the statistics
@@ -74,7 +74,7 @@ def _batch_norm(call: Call) -> Rule | None:
     for name in ("weight", "bias", "running_mean", "running_var"):
         draft.put(name, (dims[1],))
     outputs = [None if made is None else (dims[1],) if made == shape[1:2] else draft.dims(made, WHOLE) for made in call.made[1:]]
-    return draft.rule(dims, *outputs, talks=_talks(call, dims) if training else ())
+    return draft.rule(dims, *outputs, talks=_talks(call, dims) if training else (), scratch=_deviations(call, dims, training))
 
 
 def _batch_norm_backward(call: Call) -> Rule:
@@ -87,7 +87,16 @@ def _batch_norm_backward(call: Call) -> Rule:
         if call.at(name) is not None and call.shape(name) == shape[1:2]:
             draft.put(name, (dims[1],))
     outputs = _wanted(call, (dims, (dims[1],), (dims[1],)))
-    return draft.rule(*outputs, linear=[("grad_out",)], talks=_talks(call, dims) if training else ())
+    talks, scratch = _talks(call, dims) if training else (), _deviations(call, dims, training)
+    return draft.rule(*outputs, linear=[("grad_out",)], talks=talks, scratch=scratch)
+
+
+def _deviations(call: Call, dims: Dims, training: bool) -> list[Scratch]:
+    """The deviations from the mean, or their squares; in low precision the result in float32 too."""
+    spread = tuple(factor for index, dim in enumerate(dims) if index != 1 for factor in dim)
+    low = call.dtypes[call.at("input") or 0] in ("bfloat16", "float16")
+    every = tuple(factor for dim in dims for factor in dim)
+    return [Scratch(when=spread, of=every, itemsize=call.itemsize("input"), times=1 + low)] if training else []
 
 
 def _talks(call: Call, dims: Dims) -> list[Talk]:

@@ -81,8 +81,7 @@ def held(plan: Plan, point: int) -> dict[str, int]:
 
 def turn(plan: Plan) -> int:
     """The first moment of the backward."""
-    last = plan.source.assembly.parts[-1]
-    return int(last.forward + last.model.forward_ops)
+    return int(plan.source.assembly.turn)
 
 
 def states(found: dict[str, int]) -> int:

@@ -39,9 +39,9 @@ def test_every_operator_has_a_moment_and_backwards_are_turned_round() -> None:
     parts = parts_of(graph, models)
     assert [part.count for part in parts] == [1, 2, 1, 1, 1, 1]
     assert [part.first for part in parts] == [0, 1, 3, 4, 5, 6]
-    points = [part.point(op) for part in parts for op in range(len(part.model.graph.ops))] + [
-        part.again(op) for part in parts for op in range(part.model.forward_ops)
-    ]
+    running = [part.point(op) for part in parts for op in range(len(part.model.graph.ops))]
+    running += [part.again(op) for part in parts for op in range(part.model.forward_ops)]
+    points = [point + k for point in running for k in (-1, 0, 1)]  # resharding before, gradients after
     assert sorted(points) == [*range(len(points))]
     for before, after in pairwise(parts):
         assert before.forward < after.forward

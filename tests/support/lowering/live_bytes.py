@@ -19,6 +19,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self.at, self._where = "", where
         self._known: dict[int, int] = {}
+        self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -34,9 +35,19 @@ class LiveBytes(TorchDispatchMode):
             return
         self._known[key] = storage.nbytes()
         self.live += self._known[key]
-        weakref.finalize(storage, self._freed, key)
+        self._alive[key] = weakref.ref(storage, lambda _: self._freed(key))
+        if self.live > self.peak:
+            self._look_again()
         if self.live > self.peak:
             self.peak, self.at = self.live, self._where()
+
+    def _look_again(self) -> None:
+        """A donated storage is emptied, not freed, which no operator tells."""
+        for key, ref in self._alive.items():
+            storage = ref()
+            if self._known[key] and storage is not None and not storage.nbytes():
+                self.live -= self._known[key]
+                self._known[key] = 0
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """From now on its bytes do not count."""
@@ -46,3 +57,4 @@ class LiveBytes(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.live -= self._known.pop(key, 0)
+        self._alive.pop(key, None)
