@@ -30,14 +30,16 @@ class AxisWise:
         """`nbytes`: of the whole array."""
         return self.cost(nbytes, src, dst)[0]
 
-    def cost(self, nbytes: float, src: Layout, dst: Layout, shape: Sequence[int] = ()) -> tuple[float, float]:
+    def cost(self, nbytes: float, src: Layout, dst: Layout, shape: Sequence[int] = ()) -> tuple[float, float, float]:
         """Seconds, and with a shape also the bytes that a device needs besides the array before and after: parts that are packed,
-        parts that arrive, and arrays between two collectives."""
+        parts that arrive, and arrays between two collectives. Then the same if the source is donated: it is freed once its parts
+        are packed."""
         state, wanted = [[*dim] for dim in src.dims], [[*dim] for dim in dst.dims]
         summed = {*src.partial}
         local, total = nbytes / prod(self._sizes[axis] for dim in state for axis in dim), 0.0
         end = nbytes / prod(self._sizes[axis] for dim in wanted for axis in dim)
         held, most = 0.0, 0.0  # of the array between, and the most beyond the source
+        start, packed = local, False  # whether the first collective packs all of the source
 
         def inner(dim: int) -> bool:
             """Whether a part along the dim is scattered in memory."""
@@ -50,6 +52,7 @@ class AxisWise:
                 if axis in summed:
                     total += self._reduced((axis,), local)
                     summed.remove(axis)
+                    packed = packed or (not held and inner(dim))
                     most = max(most, held + local * (2 if inner(dim) else 1) + local / self._sizes[axis])
                 state[dim].append(axis)
                 local /= self._sizes[axis]
@@ -61,6 +64,7 @@ class AxisWise:
                 axes = tuple(state[source][-count:])
                 size = prod(self._sizes[axis] for axis in axes)
                 total += self._link(axes).seconds(size - 1, local * (size - 1) / size)
+                packed = packed or not held
                 most, held = max(most, held + 2 * local), local
                 del state[source][-count:]
                 state[target] += axes
@@ -74,9 +78,10 @@ class AxisWise:
             dim = next(k for k, (now, then) in enumerate(zip(state, wanted, strict=True)) if now != then[: len(now)])
             axis = state[dim].pop()
             local *= self._sizes[axis]
+            packed = packed or (not held and inner(dim))
             most, held = max(most, held + local * (2 if inner(dim) else 1)), local
             total += self._reduced((axis,), local)  # an all-gather costs as much as a reduce-scatter
-        return total, max(0.0, most - end)
+        return total, max(0.0, most - end), max(0.0, most - end - (start if packed else 0.0))
 
     def _coming(self, state: list[list[str]], wanted: list[list[str]]) -> tuple[str, int] | None:
         """An axis that a dim needs next, and that splits nothing now."""

@@ -22,19 +22,23 @@ class Moves:
         self.costs, self.mesh = costs, costs.mesh
         self.sizes = dict(costs.mesh.axes)
         self._seconds: dict[tuple[Placed, Placed, int], float] = {}
-        self._tables: dict[tuple[Places, Places, int, Order], tuple[Numbers, Numbers, Numbers]] = {}
+        self._tables: dict[tuple[Places, Places, int, Order, bool], tuple[Numbers, Numbers, Numbers]] = {}
 
     def tables(
-        self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int, order: Order = ()
+        self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int, order: Order = (), *, donated: bool = False
     ) -> tuple[Numbers, Numbers, Numbers]:
         """By pairs: seconds of resharding, bytes of the copies, and bytes that the resharding takes besides while it runs, which
-        depend on the order of the dims in memory. Few pairs differ, and identical layers share them."""
+        depend on the order of the dims in memory, and on whether the source is freed. Few pairs differ, and identical layers
+        share them."""
         rows, columns = ({place: k for k, place in enumerate(dict.fromkeys(places))} for places in (made, needed))
-        key = (*rows,), (*columns,), itemsize, order
+        key = (*rows,), (*columns,), itemsize, order, donated
         if key not in self._tables:
             seconds = [[self.seconds(one, other, itemsize) for other in columns] for one in rows]
             nbytes = [[self.nbytes(one, other, itemsize) for other in columns] for one in rows]
-            staging = [[self.staging(_lying(one, order), _lying(other, order), itemsize) for other in columns] for one in rows]
+            staging = [
+                [self.staging(_lying(one, order), _lying(other, order), itemsize, donated=donated) for other in columns]
+                for one in rows
+            ]
             self._tables[key] = np.array(seconds, float), np.array(nbytes, np.int64), np.array(staging, np.int64)
         pairs = np.ix_([rows[place] for place in made], [columns[place] for place in needed])
         found = self._tables[key]
@@ -56,17 +60,17 @@ class Moves:
             return max(target.numel(self.sizes), self._between(source, target).numel(self.sizes)) * itemsize
         return target.numel(self.sizes) * itemsize
 
-    def staging(self, source: Placed, target: Placed, itemsize: int) -> int:
+    def staging(self, source: Placed, target: Placed, itemsize: int, *, donated: bool = False) -> int:
         """Bytes besides source and target while a tensor is resharded."""
         if source == target:
             return 0
         found = common(source, target, self.mesh)
         if found is None:
             between = self._between(source, target)
-            hops = self.staging(source, between, itemsize), self.staging(between, target, itemsize)
+            hops = self.staging(source, between, itemsize, donated=donated), self.staging(between, target, itemsize, donated=True)
             return max(hops) + min(between.numel(self.sizes), target.numel(self.sizes)) * itemsize
         shape, src, dst = found
-        return round(self.costs.cost(prod(shape) * itemsize, src, dst, shape)[1])
+        return round(self.costs.cost(prod(shape) * itemsize, src, dst, shape)[2 if donated else 1])
 
     def _allowed(self, source: Placed, target: Placed, itemsize: int) -> float:
         found = common(source, target, self.mesh)

@@ -295,7 +295,7 @@ class Assembly:
         group = one.makers[name]
         made = self.ways[maker, group].spread([option.made[name] for option in one.options[group]])
         a, b, part = self.nodes[maker, group], self.nodes[user, use.group], self.parts[user]
-        again = self.used(a, made, user, use, as_name, copies)
+        again = self.used(a, made, user, use, as_name, copies, donated=self._last_phase(maker, name, user, use))
         if again is None or use.forward is None:
             return
         root = one.values[name].storage
@@ -314,10 +314,24 @@ class Assembly:
             first = min(op for op in one.reads[root] if op >= one.forward_ops)
             self.sketch.pair_hold(a, b, part.again(use.forward[0]) - 1, part.point(first) - 2, ACTIVATIONS, back)
 
-    def used(self, node: int, made: Sequence[Placed], user: int, use: Use, name: str, copies: int) -> Numbers | None:
+    def _last_phase(self, maker: int, name: str, user: int, use: Use) -> str | None:
+        """The phase in which a group is the last to read a storage, which is then freed with its resharding."""
+        model = self.parts[maker].model
+        reads = model.storage_reads.get(model.values[name].storage, ())
+        leaves = {model.values[each].storage for each in (*model.graph.outputs, *(each for _, each in model.graph.gradients))}
+        if maker != user or not reads or model.values[name].storage in leaves:
+            return None
+        last = max(reads, key=lambda read: read.op)
+        if (last.value, last.group) != (name, use.group):
+            return None
+        return FORWARD if last.op < model.forward_ops else BACKWARD
+
+    def used(
+        self, node: int, made: Sequence[Placed], user: int, use: Use, name: str, copies: int, *, donated: str | None = None
+    ) -> Numbers | None:
         """Adds the cost of a node's value for a group that uses it: resharding, and the copies while they are used. If the
         group's forward is recomputed, the value is resharded once more, and must still be held, or be recomputed too: returns by
-        which of the group's options, if by any."""
+        which of the group's options, if by any. `donated`: the phase in which the value is freed with its resharding."""
         part, ways = self.parts[user], self.ways[user, use.group]
         options = part.model.options[use.group]
         needed = ways.spread([option.needed[name] for option in options])
@@ -329,7 +343,9 @@ class Assembly:
                 self.sketch.pair_cost(*pair, copies * seconds, when)
                 before = part.point(span[0]) - 1
                 self.sketch.pair_hold(*pair, before, part.point(span[1]), MOVED, nbytes)
-                self.sketch.pair_hold(*pair, before, before, SCRATCH, staging)
+                if donated == when:
+                    *_, lean = self.moves.tables(made, needed, ITEMSIZE[value.dtype], value.order, donated=True)
+                self.sketch.pair_hold(*pair, before, before, SCRATCH, lean if donated == when else staging)
         if use.forward is None or RECOMPUTE not in ways.names:
             return None
         again = ways.mask(RECOMPUTE, len(options))[None, :]
