@@ -14,7 +14,9 @@ Read in this order:
     model.py      `lower`: all layers; what leaves one is what the next one gets
     comm.py, moves.py    communication: moves between placements
     shards.py     the model's data on a rank
-    interpret.py  runs the steps one by one
+    run.py        a training step: forward and backward through all layers
+    source.py     the steps of a layer as generated Python, which runs them
+    interpret.py  runs them one by one: the oracle of the generated source
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
     from scrimp.lower.comm import Communicator, Ranks
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.model import Lowered, lower
+    from scrimp.lower.run import Runner
     from scrimp.lower.shards import Shards, cut
+    from scrimp.lower.source import Generated
 
-__all__ = ["Communicator", "Interpreter", "Lowered", "Ranks", "Shards", "cut", "lower"]
+__all__ = ["Communicator", "Generated", "Interpreter", "Lowered", "Ranks", "Runner", "Shards", "cut", "lower"]
 
 __getattr__ = lazily(
     __name__,
@@ -39,6 +43,8 @@ __getattr__ = lazily(
         "Interpreter": "scrimp.lower.interpret",
         "Lowered": "scrimp.lower.model",
         "lower": "scrimp.lower.model",
+        "Runner": "scrimp.lower.run",
+        "Generated": "scrimp.lower.source",
         "Shards": "scrimp.lower.shards",
         "cut": "scrimp.lower.shards",
     },

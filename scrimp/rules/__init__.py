@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
-    from scrimp.rules.core.call import bind
+    from scrimp.rules.core.call import At, bind
     from scrimp.rules.core.follow import follow
     from scrimp.rules.core.layouts import Split, Sums, choices, factored_shape, fits, layouts, may_split, refine, simplest
     from scrimp.rules.core.rule import FREE, INSIDE, SUM, WHOLE, Dims, Factor, Rule, Scratch, Talk
     from scrimp.rules.core.text import literal, written
-    from scrimp.rules.localized import localize
+    from scrimp.rules.localized import PlainCall, localize, plain_call
     from scrimp.rules.ops.registry import known_targets, learn, rule_of
     from scrimp.rules.proof.check import check
     from scrimp.rules.proof.discover import Tie, discover
@@ -33,14 +33,16 @@ if TYPE_CHECKING:
     from scrimp.rules.proof.synthetic_calls import Example, example, grown, target_of
 
 __all__ = [
-    "FREE", "INSIDE", "SUM", "WHOLE", "Dims", "Example", "Factor", "Proof", "Rule", "Scratch", "Split", "Sums", "Talk", "Tie",
-    "bind", "check", "choices", "discover", "example", "factored_shape", "fits", "follow", "grown", "known_targets", "layouts",
-    "learn", "literal", "localize", "may_split", "prove", "refine", "refuses", "rule_of", "simplest", "target_of", "written",
+    "FREE", "INSIDE", "SUM", "WHOLE", "At", "Dims", "Example", "Factor", "PlainCall", "Proof", "Rule", "Scratch", "Split",
+    "Sums", "Talk", "Tie", "bind", "check", "choices", "discover", "example", "factored_shape", "fits", "follow", "grown",
+    "known_targets", "layouts", "learn", "literal", "localize", "may_split", "plain_call", "prove", "refine", "refuses",
+    "rule_of", "simplest", "target_of", "written",
 ]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
     {
+        "At": "scrimp.rules.core.call",
         "bind": "scrimp.rules.core.call",
         "follow": "scrimp.rules.core.follow",
         "Split": "scrimp.rules.core.layouts",
@@ -63,7 +65,9 @@ __getattr__ = lazily(
         "Talk": "scrimp.rules.core.rule",
         "literal": "scrimp.rules.core.text",
         "written": "scrimp.rules.core.text",
+        "PlainCall": "scrimp.rules.localized",
         "localize": "scrimp.rules.localized",
+        "plain_call": "scrimp.rules.localized",
         "known_targets": "scrimp.rules.ops.registry",
         "learn": "scrimp.rules.ops.registry",
         "rule_of": "scrimp.rules.ops.registry",

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from scrimp import Plan
 from scrimp.capture import Graph
-from scrimp.lower import Communicator, Interpreter, Lowered, Shards, cut, lower
+from scrimp.lower import Communicator, Interpreter, Lowered, Runner, Shards, cut, lower
 from scrimp.lower.steps import Call, Step
 from scrimp.planner import evaluate
 from scrimp.planner.answers.from_solution import layers_of
@@ -77,11 +77,15 @@ def at_rest_nbytes(lowered: Lowered, optimizer: str) -> int:
 
 
 def metered(
-    lowered: Lowered, comm: Communicator, whole: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]
+    lowered: Lowered,
+    comm: Communicator,
+    whole: Mapping[str, torch.Tensor],
+    batch: Mapping[str, torch.Tensor],
+    runner: type[Runner] = Interpreter,
 ) -> tuple[float, LiveBytes, _Metered]:
     """One step of one rank. Bytes: all live storages but those of moves under way, and what is at rest."""
     shards = _Metered(lowered.rest, comm, whole)
-    run = Interpreter(lowered, comm, shards)
+    run = runner(lowered, comm, shards)
     part = {name: cut(tensor, lowered.batch[name], comm.mesh, comm.rank).clone() for name, tensor in batch.items()}
     now = [""]
 
@@ -89,7 +93,8 @@ def metered(
         op = layer.chosen.ops[step.op].op if isinstance(step, Call) else None
         now[0] = f"{layer.path} {step if op is None else op.target + (' backward' if op.backward else '')}"
 
-    run.before = before
+    if isinstance(run, Interpreter):
+        run.before = before
     shards.meter = LiveBytes(lambda: now[0])
     with shards.meter:
         for tensor in part.values():
@@ -100,14 +105,14 @@ def metered(
     return float(loss), shards.meter, shards
 
 
-def on_all_ranks(plan: Plan, graph: Graph, model: nn.Module, batch: Any) -> list[Ran]:
+def on_all_ranks(plan: Plan, graph: Graph, model: nn.Module, batch: Any, runner: type[Runner] = Interpreter) -> list[Ran]:
     """A step of every rank, as threads."""
     lowered = lower(plan, graph)
     whole, given = tensors_of(model), batch_of(graph, batch)
     fixed = at_rest_nbytes(lowered, plan.optimizer)
 
     def job(comm: ThreadRank) -> Ran:
-        loss, meter, shards = metered(lowered, comm, whole, given)
+        loss, meter, shards = metered(lowered, comm, whole, given, runner)
         gradients = {name: shards.whole_gradient(name) for name in shards.gradients}
         return Ran(loss, gradients, meter.peak + fixed, meter.at)
 

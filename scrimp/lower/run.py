@@ -1,0 +1,139 @@
+"""One training step of a rank: forward through all layers, then backward; `phase` runs the steps of one layer's pass.
+
+A tensor lives as long as somebody will read it: an output until the last layer that reads it has it, a saved slot until its
+layer's backward, the gradient of an output until the layer that made the output runs backward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from scrimp.lower.comm import Communicator
+from scrimp.lower.model import Lowered, LoweredLayer
+from scrimp.lower.moves import local_shape, redistribute
+from scrimp.lower.steps import Ahead, Behind
+from scrimp.planner import Placed
+
+Slots = dict[int, torch.Tensor]
+Key = tuple[int | None, str]
+
+
+class Weights(Protocol):
+    """The model's data on this rank, by the model's names."""
+
+    def gather(self, name: str) -> torch.Tensor: ...
+
+    def accumulate(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> None: ...
+
+    def buffer(self, name: str) -> torch.Tensor: ...
+
+    def store(self, name: str, new: torch.Tensor) -> None: ...
+
+    def offload(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+class Runner:
+    """`seed`: of this step's random numbers. `layer`: the index of the layer that runs."""
+
+    def __init__(self, lowered: Lowered, comm: Communicator, weights: Weights, *, seed: int = 0) -> None:
+        self.lowered, self.comm, self.weights, self.seed = lowered, comm, weights, seed
+        self.layer = 0
+
+    def phase(self, layer: LoweredLayer, program: Ahead | Behind, slots: Slots) -> None:
+        """Runs the steps of a forward or of a backward, from the given slots to those that leave."""
+        raise NotImplementedError
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Forward and backward on this rank's part of the batch; the loss is that of the whole batch."""
+        with torch.no_grad():
+            saved, loss = self._forward(batch)
+            self._backward(saved, loss)
+        return loss
+
+    def draw(self, op: int, coordinates: tuple[tuple[str, int], ...]) -> torch.Generator:
+        """The generator of an operator's random numbers: one for each tile, the same for its replicas and for a recompute."""
+        text = repr((self.seed, self.layer, op, coordinates)).encode()
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"))
+
+    def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[Slots], torch.Tensor]:
+        left = self._readers()
+        made: dict[Key, torch.Tensor] = {(None, name): tensor for name, tensor in batch.items()}
+        saved: list[Slots] = []
+        loss: torch.Tensor | None = None
+        for k, layer in enumerate(self.lowered.layers):
+            self.layer, slots = k, {}
+            for (_, source), (_, slot) in zip(layer.sources, layer.ahead.inputs, strict=True):
+                key = (source.layer, source.name)
+                left[key] -= 1
+                slots[slot] = made[key] if left[key] or source.layer is None else made.pop(key)
+            self.phase(layer, layer.ahead, slots)
+            for name, slot in layer.ahead.outputs:
+                if (k, name) == (self.lowered.loss.layer, self.lowered.loss.name):
+                    loss = self._complete(slots[slot], layer.ahead.slots[slot].place)
+                if left.get((k, name)):
+                    made[k, name] = slots[slot]
+            saved.append({slot: slots[slot] for slot in layer.ahead.saved})
+            slots.clear()
+        assert loss is not None
+        return saved, loss
+
+    def _backward(self, saved: list[Slots], loss: torch.Tensor) -> None:
+        arrived: dict[Key, torch.Tensor] = {(self.lowered.loss.layer, self.lowered.loss.name): torch.ones_like(loss)}
+        for k in reversed(range(len(self.lowered.layers))):
+            layer, slots = self.lowered.layers[k], saved.pop()
+            self.layer, places = k, dict(layer.arrives)
+            for output, slot in layer.behind.tangents:
+                if (k, output) in arrived:
+                    slots[slot] = arrived.pop((k, output))
+                else:
+                    slots[slot] = self._zeros(layer, slot, places[output])
+            self.phase(layer, layer.behind, slots)
+            sources = dict(layer.sources)
+            for name, slot in layer.behind.gradients:
+                source = sources[name]
+                if source.layer is not None:
+                    self._arrive(arrived, (source.layer, source.name), slots.pop(slot), layer.behind.slots[slot].place)
+            slots.clear()
+
+    def _arrive(self, arrived: dict[Key, torch.Tensor], key: tuple[int, str], gradient: torch.Tensor, place: Placed) -> None:
+        """Gradients of a value that several layers read are summed in the placement of the first that arrives, complete."""
+        wanted = dict(self.lowered.layers[key[0]].arrives).get(key[1])
+        if wanted is None:
+            return
+        if key not in arrived:
+            arrived[key] = gradient
+            return
+        if place != wanted:
+            gradient = redistribute(self.comm, gradient, place, wanted, donate=False)
+        arrived[key] = arrived[key] + gradient
+
+    def _complete(self, loss: torch.Tensor, place: Placed) -> torch.Tensor:
+        return redistribute(self.comm, loss, place, place.complete(), donate=False) if place.partial else loss
+
+    def _zeros(self, layer: LoweredLayer, slot: int, place: Placed) -> torch.Tensor:
+        value = layer.chosen.values[layer.behind.slots[slot].value]
+        return torch.zeros(local_shape(place, self.comm.mesh), dtype=getattr(torch, value.dtype))
+
+    def _readers(self) -> dict[Key, int]:
+        found: dict[Key, int] = {}
+        for layer in self.lowered.layers:
+            for _, source in layer.sources:
+                found[source.layer, source.name] = found.get((source.layer, source.name), 0) + 1
+        return found
+
+
+def whole_of(place: Placed) -> Placed:
+    """The placement in which every rank holds all."""
+    dims: list[Any] = []
+    for dim in place.dims:
+        size = 1
+        for factor, _ in dim:
+            size *= factor
+        dims.append(((size, ()),))
+    return Placed(tuple(dims))
