@@ -8,6 +8,7 @@ Out:  a `Lowered`: for each class of layers the steps of its forward and of its 
 Read in this order:
 
     steps.py      what a step is
+    verify.py     whether the plan is of this model
     choice.py     the plan's choices for a captured layer
     layer.py      the steps of one layer
     rest.py       weights between steps: their shards, and the placement in use

@@ -15,6 +15,7 @@ from scrimp.lower.choice import ChosenLayer, chosen_layers
 from scrimp.lower.layer import ahead, behind
 from scrimp.lower.rest import Rest, rest_of
 from scrimp.lower.steps import Ahead, Behind
+from scrimp.lower.verify import verify, verify_fingerprint
 from scrimp.planner import Placed, Plan, placed
 
 
@@ -50,7 +51,10 @@ class Lowered:
 
 
 def lower(plan: Plan, graph: Graph) -> Lowered:
+    """Raises `RunError` if the plan was not made for this graph."""
+    verify(plan, graph)
     layers, mesh = chosen_layers(plan, graph), plan.mesh
+    verify_fingerprint(plan, graph)
     rest = _rest(layers, graph, mesh)
     batch = {each.name: Placed(each.factors) for each in plan.batch}
     found: list[dict[str, Any]] = []
