@@ -40,10 +40,10 @@ MANY = 4
 # The files that take longest, longest first: begun last, one of them would keep one core busy while the other has nothing to do.
 FIRST = (
     "engine/gradients/test_sparse", "engine/test_engine_ranks", "move/run/test_run", "lower/test_interpret", "lower/test_ranks",
-    "planner/test_plan", "bench/test_memory", "planner/pipeline/test_planner", "ext/test_ddp", "engine/test_int8", "chunks/kernels/test_build",
-    "checkpoint/test_checkpoint", "engine/test_engine", "cli/demo/test_demo", "planner/mesh/test_search",
-    "planner/solver/test_solve", "planner/answers/test_answers", "bench/test_gpu", "rules/test_dtensor", "engine/test_hf",
-    "cli/test_cli", "move/plan/test_synthesize", "capture/trace/test_hf_patches",
+    "planner/test_plan", "bench/test_memory", "planner/pipeline/test_planner", "ext/test_ddp", "engine/test_int8",
+    "chunks/kernels/test_build", "checkpoint/test_checkpoint", "engine/test_engine", "cli/demo/test_demo",
+    "planner/mesh/test_search", "planner/solver/test_solve", "planner/answers/test_answers", "bench/test_gpu",
+    "rules/test_dtensor", "engine/test_hf", "cli/test_cli", "move/plan/test_synthesize", "capture/trace/test_hf_patches",
 )  # fmt: skip
 
 
