@@ -86,7 +86,8 @@ def _compare(console: Console, found: Plan, others: list[Comparison], limit: int
     for name, each in rows:
         kinds = {kind.kind: kind.nbytes for kind in each.memory.kinds}
         states = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
-        sizes = (each.memory.peak_nbytes, states, kinds.get("activations", 0), kinds.get("temporaries", 0))
+        temporary = sum(kinds.get(kind, 0) for kind in ("temporaries", "moved", "scratch"))
+        sizes = (each.memory.peak_nbytes, states, kinds.get("activations", 0), temporary)
         redundant = sum(kind.redundant_nbytes for kind in each.memory.kinds)
         figures = [f"{nbytes / size:.1f}" for nbytes in (*sizes, redundant)]
         fits = "yes" if each.memory.peak_nbytes <= limit else "no"
