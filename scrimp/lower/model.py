@@ -5,6 +5,7 @@ Equal layers share one program: the same choices, and the same placements of wha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,7 @@ def lower(plan: Plan, graph: Graph) -> Lowered:
         made.update({(k, name): front.slots[slot].place for name, slot in front.outputs})
         found.append({"path": layer.path, "chosen": chosen, "ahead": front, "names": names, "sources": tuple(sources.items())})
     arriving: dict[tuple[int | None, str], Placed] = {}
+    readers = Counter((source.layer, source.name) for layer in graph.layers for source in layer.inputs)
     if graph.loss.layer is not None:
         arriving[graph.loss.layer, graph.loss.name] = made[graph.loss.layer, graph.loss.name].complete()
     for k in reversed(range(len(found))):
@@ -88,7 +90,9 @@ def lower(plan: Plan, graph: Graph) -> Lowered:
         for name, slot in back.gradients:
             source = sources[name]
             if source.layer is not None:
-                arriving.setdefault((source.layer, source.name), back.slots[slot].place)
+                place = back.slots[slot].place
+                several = readers[source.layer, source.name] > 1
+                arriving.setdefault((source.layer, source.name), place.complete() if several else place)
     return Lowered(
         graph=graph, mesh=mesh, layers=tuple(LoweredLayer(**each) for each in found), rest=rest, batch=batch, loss=graph.loss
     )

@@ -102,16 +102,13 @@ class Runner:
             slots.clear()
 
     def _arrive(self, arrived: dict[Key, torch.Tensor], key: tuple[int, str], gradient: torch.Tensor, place: Placed) -> None:
-        """Gradients of a value that several layers read are summed in the placement of the first that arrives, complete."""
+        """Gradients of a value that several layers read are completed and summed, in the placement of the first that arrives."""
         wanted = dict(self.lowered.layers[key[0]].arrives).get(key[1])
         if wanted is None:
             return
-        if key not in arrived:
-            arrived[key] = gradient
-            return
         if place != wanted:
             gradient = redistribute(self.comm, gradient, place, wanted, donate=False)
-        arrived[key] = arrived[key] + gradient
+        arrived[key] = arrived[key] + gradient if key in arrived else gradient
 
     def _complete(self, loss: torch.Tensor, place: Placed) -> torch.Tensor:
         return redistribute(self.comm, loss, place, place.complete(), donate=False) if place.partial else loss

@@ -302,15 +302,20 @@ class Assembly:
         if root not in one.lives:
             return  # a view of a value from another layer
         inside = name not in one.graph.outputs
+        # A view is there as long as its storage is: by the policy of the group that made that.
+        owner = one.makers[root]
+        a, here = self.nodes[maker, owner], self.ways[maker, owner]
+        share = min(1.0, whole_nbytes(one.values[name]) / max(1, whole_nbytes(one.values[root])))
+        nbytes = np.ceil(share * self.nbytes(one, owner, root)).astype(np.int64)
         if not self._is_kept(maker, name, user, as_name):
-            there = self.ways[maker, group].repeat(self.nbytes(one, group, name))[:, None]
+            there = here.repeat(nbytes)[:, None]
             if inside:
-                there = there * ~self.ways[maker, group].mask(RECOMPUTE, len(one.options[group]))[:, None]
+                there = there * ~here.mask(RECOMPUTE, len(one.options[owner]))[:, None]
             self.sketch.pair_hold(a, b, part.point(use.forward[1]), part.again(use.forward[1]), ACTIVATIONS, there * again)
             self.sketch.pair_hold(a, b, *part.span, ACTIVATIONS, (part.count - 1) * there * again)
             self.sketch.pair_hold(a, b, *FLIGHT, ACTIVATIONS, part.count * there * again)
         elif inside:  # offloaded values come back for it, earlier than for their own backward
-            back = self.ways[maker, group].only(OFFLOAD, self.nbytes(one, group, name))[:, None] * again
+            back = here.only(OFFLOAD, nbytes)[:, None] * again
             first = min(op for op in one.reads[root] if op >= one.forward_ops)
             self.sketch.pair_hold(a, b, part.again(use.forward[0]) - 1, part.point(first) - 2, ACTIVATIONS, back)
 
