@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from scrimp.errors import RunError
 from scrimp.layout import Layout, Mesh
 from scrimp.move import Program, run_program, synthesize
 
@@ -34,6 +35,17 @@ class Ranks:
 
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
         return all_reduce(self, tensor, how, axes)
+
+    def agree(self, digest: str) -> None:
+        """Raises `RunError` on every rank if one of them has lowered other steps: before the first step, not as a hang in it."""
+        mine = torch.tensor([int(digest[:15], 16)])
+        program = synthesize((self.mesh.size,), self.mesh, Layout(dims=(self.mesh.names,)), Layout(dims=((),)), dtype="int64")
+        found = self.move(program, mine, donate=False).tolist()
+        others = [rank for rank, each in enumerate(found) if each != found[0]]
+        if others:
+            raise RunError(
+                f"ranks {', '.join(map(str, others))} run other steps than rank 0: give all ranks the same plan, model and scrimp"
+            )
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:

@@ -68,3 +68,9 @@ def test_ranks_give_the_numbers_and_the_bytes_of_the_plan(name: str, settings: d
     peak, where = max((nbytes, at) for _, _, nbytes, at in ran)
     least = 0.98 if settings else 0.95
     assert least * found.memory.peak_nbytes <= peak <= 1.01 * found.memory.peak_nbytes, f"{where}, planned {found.memory.where}"
+
+
+def test_ranks_with_other_steps_are_named_on_every_rank() -> None:
+    said = pool(4).run("tests.rank_jobs.lowered:disagree", "x=2,y=2")
+    assert said == [said[0]] * 4
+    assert said[0].startswith("ranks 3 run other steps than rank 0")

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scrimp import Plan, zoo
+from scrimp import Mesh, Plan, RunError, zoo
 from scrimp.capture import from_json
-from scrimp.lower import Ranks, lower
+from scrimp.lower import Ranks, digest, lower
 from tests.support.lowering.run import at_rest_nbytes, batch_of, metered, tensors_of
 
 
@@ -22,6 +22,17 @@ def step(
     model = zoo.build(name, **settings)
     batch = batch_of(captured, zoo.example_batch(name, rows, **settings))
     lowered = lower(found, captured)
+    Ranks(found.mesh, dist.get_rank()).agree(digest(lowered))
     loss, meter, shards = metered(lowered, Ranks(found.mesh, dist.get_rank()), tensors_of(model), batch)
     gradients = {each: shards.whole_gradient(each) for each in shards.gradients}
     return loss, gradients, meter.peak + at_rest_nbytes(lowered, found.optimizer), meter.at
+
+
+def disagree(mesh: str) -> str:
+    """What a rank says where the last one has lowered other steps."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    try:
+        Ranks(Mesh.parse(mesh), dist.get_rank()).agree("f" * 64 if last else "0" * 64)
+    except RunError as error:
+        return str(error)
+    return ""
