@@ -33,7 +33,7 @@ def test_lowered_plans_are_right(name: str) -> None:
 def changed(lowered: Lowered, layer: int, which: str, steps: tuple[Step, ...]) -> Lowered:
     one = lowered.layers[layer]
     new: Any = replace(one, **{which: replace(getattr(one, which), steps=steps)})
-    return replace(lowered, layers=(*lowered.layers[:layer], new, *lowered.layers[layer + 1 :]))
+    return replace(lowered, layers=(new,))  # layers are checked one by one
 
 
 def wrong(step: Step) -> Step | None:
