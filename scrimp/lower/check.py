@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from math import prod
 
 from scrimp.capture import PARAMETER
 from scrimp.errors import RunError
@@ -145,7 +144,7 @@ class _Pass:
 
     def _fill(self, slot: int, place: Placed) -> None:
         shape = self.chosen.values[self.slots[slot].value].shape
-        self._sure(_sizes(place) == shape, f"slot {slot} has factors of {_sizes(place)}, its tensor is {shape}")
+        self._sure(place.shape == shape, f"slot {slot} has factors of {place.shape}, its tensor is {shape}")
         self.now[slot] = place
 
     def _last_reader(self, slot: int) -> None:
@@ -154,7 +153,7 @@ class _Pass:
         self._sure(not others, f"it frees bytes that slots {others} show too")
 
     def _alike(self, one: Placed, other: Placed) -> bool:
-        if _sizes(one) != _sizes(other):
+        if one.shape != other.shape:
             return False
         found = common(one, other, self.lowered.mesh)
         return one == other or (found is not None and found[1] == found[2])
@@ -162,8 +161,3 @@ class _Pass:
     def _sure(self, holds: bool, words: str) -> None:
         if not holds:
             raise RunError(f"{self.where}: {words}")
-
-
-def _sizes(place: Placed) -> tuple[int, ...]:
-    """The shape of the whole tensor."""
-    return tuple(prod(size for size, _ in dim) for dim in place.dims)

@@ -25,7 +25,6 @@ class ChosenOp:
     split: tuple[tuple[int, tuple[str, ...]], ...]
     inputs: tuple[Placed, ...]
     outputs: tuple[Placed | None, ...]
-    ruled: bool
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,7 @@ class ChosenLayer:
 
             for member in group.members:
                 op = self.model.graph.ops[member.op]
-                own = rule_of(op, self.values)
-                rule = own or kept_whole(op, self.values)
+                rule = rule_of(op, self.values) or kept_whole(op, self.values)
                 factors = [Factor(size=size, kind=FREE) for size in group.sizes]
                 for factor, atoms in zip(rule.factors, member.factors, strict=True):
                     for atom in atoms:
@@ -83,7 +81,6 @@ class ChosenLayer:
                     split=tuple(sorted(axes.items())),
                     inputs=tuple(place(dims) for dims in member.inputs),
                     outputs=tuple(outputs),
-                    ruled=own is not None,
                 )  # fmt: skip
         return tuple(found[k] for k in range(len(found)))
 

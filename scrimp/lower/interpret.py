@@ -6,11 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from scrimp.lower.model import LoweredLayer
-from scrimp.lower.moves import redistribute
-from scrimp.lower.run import Runner, Slots, whole_of
+from scrimp.lower.moves import made_whole, redistribute
+from scrimp.lower.run import Runner, Slots
 from scrimp.lower.steps import Accumulate, Ahead, Behind, Buffer, Call, Fetch, Free, Gather, Move, Offload, Reduce, Step, Store
 from scrimp.rules import localize
 
@@ -50,7 +48,7 @@ class Interpreter(Runner):
                 source = slots.pop(step.source) if step.donate else slots[step.source]
                 self.weights.accumulate(names[step.weight], source, step.before, donate=step.donate)
             case Store():
-                self.weights.store(names[step.buffer], self._whole(slots[step.source], step))
+                self.weights.store(names[step.buffer], made_whole(self.comm, slots[step.source], step.before))
             case Offload():
                 slots[step.target] = self.weights.offload(slots[step.source])
             case Fetch():
@@ -58,10 +56,6 @@ class Interpreter(Runner):
             case Free():
                 for slot in step.slots:
                     slots.pop(slot, None)
-
-    def _whole(self, tensor: torch.Tensor, step: Store) -> torch.Tensor:
-        whole = whole_of(step.before)
-        return tensor if step.before == whole else redistribute(self.comm, tensor, step.before, whole, donate=False)
 
     def _member(self, layer: LoweredLayer, index: int) -> Callable[..., tuple[Any, ...]]:
         key = (*layer.chosen.key, index)

@@ -12,7 +12,7 @@ again where its base was moved, gathered or offloaded in between, because the vi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from scrimp.capture import BORDER, BUFFER, MADE, PARAMETER
 from scrimp.lower.choice import ChosenLayer
@@ -37,7 +37,7 @@ from scrimp.lower.steps import (
     filled,
     read,
 )
-from scrimp.planner import KEEP, OFFLOAD, RECOMPUTE, Placed, common
+from scrimp.planner import KEEP, OFFLOAD, RECOMPUTE, Placed, common, passed_on
 
 
 def same(one: Placed, other: Placed, layer: ChosenLayer) -> bool:
@@ -46,16 +46,6 @@ def same(one: Placed, other: Placed, layer: ChosenLayer) -> bool:
         return True
     found = common(one, other, layer.mesh)
     return found is not None and found[1] == found[2]
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What the backward of a layer needs of its forward. `kept` and `offloaded`: values whose slots it finds; `again`: operators
-    that run again, in order."""
-
-    kept: tuple[str, ...]
-    offloaded: tuple[str, ...]
-    again: tuple[int, ...]
 
 
 class _Phases:
@@ -82,7 +72,7 @@ class _Phases:
             self.slots[self.find(name, chosen.group, phase)].place.partial if mine else ()
             for name, mine in zip(chosen.op.inputs, own, strict=True)
         ]
-        through = _through(chosen.rule.linear, parts)
+        through = passed_on(chosen.rule.linear, parts)
         inputs = []
         for name, place, mine in zip(chosen.op.inputs, chosen.inputs, own, strict=True):
             held = self.slots[self.find(name, chosen.group, phase)].place
@@ -169,18 +159,9 @@ class _Phases:
             chosen = self.layer.ops[index]
             if index not in ran and chosen.group == group and name in chosen.op.inputs:
                 own = [each == name for each in chosen.op.inputs]
-                if _through(chosen.rule.linear, [("*",) if mine else () for mine in own]):
+                if passed_on(chosen.rule.linear, [("*",) if mine else () for mine in own]):
                     return False
         return True
-
-
-def _through(linear: Iterable[frozenset[int]], parts: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Axes along which an operator's inputs are partial sums that it passes on."""
-    having = frozenset(k for k, partial in enumerate(parts) if partial)
-    if not having:
-        return ()
-    alike = {tuple(sorted(parts[k])) for k in having}
-    return next(iter(alike)) if having in linear and len(alike) == 1 else ()
 
 
 def ahead(layer: ChosenLayer, borders: Mapping[str, Placed], weights: Mapping[str, Placed]) -> Ahead:
@@ -195,11 +176,11 @@ def ahead(layer: ChosenLayer, borders: Mapping[str, Placed], weights: Mapping[st
         slot = phases.find(new, -1, FORWARD)
         phases.steps.append(Store(buffer=buffer, value=new, source=slot, before=phases.slots[slot].place))
     outputs = tuple((name, phases.find(name, -1, FORWARD)) for name in model.graph.outputs)
-    needs = needs_of(layer, phases)
-    saved = [phases.current[name] for name in needs.kept]
+    values, offloaded = _needs(layer, phases)
+    saved = [phases.current[name] for name in values]
     hosted: dict[int, int] = {}
     steps = [*phases.steps]
-    for name in needs.offloaded:
+    for name in offloaded:
         slot = phases.current[name]
         hosted[slot] = phases.slot(name, phases.slots[slot].place)
     for source, target in hosted.items():
@@ -219,13 +200,12 @@ def ahead(layer: ChosenLayer, borders: Mapping[str, Placed], weights: Mapping[st
     )  # fmt: skip
 
 
-def needs_of(layer: ChosenLayer, phases: _Phases) -> Needs:
-    """After the forward is built: follows what the backward reads to storages that are kept, offloaded, made again."""
+def _needs(layer: ChosenLayer, phases: _Phases) -> tuple[list[str], list[str]]:
+    """After the forward is built: follows what the backward reads to the values that are kept for it, and that are offloaded."""
     model, values = layer.model, layer.values
     leaving = {values[name].storage for name in model.graph.outputs}
     kept: dict[str, None] = {}
     offloaded: dict[str, None] = {}
-    again: set[int] = set()
     seen: set[str] = set()
     gradients = [name for _, name in model.graph.gradients]
     waiting = [*(name for op in model.graph.ops[model.forward_ops :] for name in op.inputs), *gradients]
@@ -246,7 +226,6 @@ def needs_of(layer: ChosenLayer, phases: _Phases) -> Needs:
             policy = layer.groups[model.makers[root.name]].saved
         if root.name == name:
             if policy == RECOMPUTE:
-                again.add(layer.producer[name])
                 waiting += model.graph.ops[layer.producer[name]].inputs
             else:
                 (offloaded if policy == OFFLOAD else kept)[name] = None
@@ -261,7 +240,7 @@ def needs_of(layer: ChosenLayer, phases: _Phases) -> Needs:
             kept[name] = None  # a view of what is kept takes no bytes
         else:
             waiting += model.graph.ops[layer.producer[name]].inputs
-    return Needs(tuple(kept), tuple(offloaded), tuple(sorted(again)))
+    return [*kept], [*offloaded]
 
 
 def behind(layer: ChosenLayer, front: Ahead, tangents: Mapping[str, Placed], weights: Mapping[str, Placed]) -> Behind:
@@ -275,7 +254,6 @@ def behind(layer: ChosenLayer, front: Ahead, tangents: Mapping[str, Placed], wei
     phases.current.update({incoming[output]: slot for output, slot in arriving})
     for index in _again(layer, front):
         phases.call(index, AGAIN)
-    again = len(phases.steps)
     phases.forget_copies()
     by_value: dict[str, list[str]] = {}
     for name, gradient in model.graph.gradients:
@@ -301,13 +279,7 @@ def behind(layer: ChosenLayer, front: Ahead, tangents: Mapping[str, Placed], wei
     )
     kept, given = {slot for _, slot in leaving}, {slot for _, slot in arriving}
     steps = _with_frees(phases.steps, phases.slots, kept, given | {*front.saved})
-    marker = phases.steps[again - 1] if again else None
-    count = next((k + 1 for k, step in enumerate(steps) if marker is not None and _alike(step, marker)), 0)
-    return Behind(steps=steps, again=count, tangents=arriving, gradients=leaving, slots=tuple(phases.slots))
-
-
-def _alike(one: Step, other: Step) -> bool:
-    return one == other or (isinstance(one, Move) and isinstance(other, Move) and one.target == other.target)
+    return Behind(steps=steps, tangents=arriving, gradients=leaving, slots=tuple(phases.slots))
 
 
 def _again(layer: ChosenLayer, front: Ahead) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from scrimp.lower.layer import ahead, behind
 from scrimp.lower.rest import Rest, rest_of
 from scrimp.lower.steps import Ahead, Behind
 from scrimp.lower.verify import verify, verify_fingerprint
-from scrimp.planner import Placed, Plan, placed
+from scrimp.planner import Placed, Plan, unsplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,4 @@ def _rest(layers: tuple[ChosenLayer, ...], graph: Graph, mesh: Mesh) -> dict[str
 
 def _whole(chosen: ChosenLayer, name: str) -> Placed:
     assert chosen.values[name].kind == BUFFER or name not in chosen.model.weights, name
-    return _unsplit(chosen.values[name].shape)
-
-
-def _unsplit(shape: tuple[int, ...]) -> Placed:
-    return placed([[(size, ())] for size in shape])
+    return unsplit(chosen.values[name].shape)

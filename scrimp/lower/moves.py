@@ -15,7 +15,7 @@ import torch
 from scrimp.layout import Layout, Mesh
 from scrimp.lower.comm import Communicator
 from scrimp.move import Program, synthesize
-from scrimp.planner import Placed, common, placed
+from scrimp.planner import Placed, between, common, unsplit
 
 
 def local_shape(place: Placed, mesh: Mesh) -> tuple[int, ...]:
@@ -29,14 +29,20 @@ def redistribute(
 ) -> torch.Tensor:
     if order:
         back = sorted(range(len(order)), key=order.__getitem__)
-        moved = redistribute(comm, local.permute(*order), _permuted(before, order), _permuted(after, order), donate=donate)
+        moved = redistribute(comm, local.permute(*order), before.permuted(order), after.permuted(order), donate=donate)
         return moved.permute(*back)
-    for shape, src, dst, dtype_place in _hops(before, after, comm.mesh):
+    for shape, src, dst, place in _hops(before, after, comm.mesh):
         program = _program(shape, comm.mesh, src, dst, str(local.dtype).removeprefix("torch."))
         tile = src.local_shape(shape, comm.mesh, comm.rank)
         made = comm.move(program, local.reshape(tile), donate=donate)
-        local, donate = made.reshape(local_shape(dtype_place, comm.mesh)), True
+        local, donate = made.reshape(local_shape(place, comm.mesh)), True
     return local
+
+
+def made_whole(comm: Communicator, local: torch.Tensor, before: Placed) -> torch.Tensor:
+    """All of a tensor on every rank: itself where that is so."""
+    whole = unsplit(before.shape)
+    return local if before == whole else redistribute(comm, local, before, whole, donate=False)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -45,18 +51,10 @@ def _hops(before: Placed, after: Placed, mesh: Mesh) -> tuple[tuple[tuple[int, .
     found = common(before, after, mesh)
     if found is not None:
         return ((*found, after),)
-    dims = []
-    for one, other in zip(before.dims, after.dims, strict=True):
-        met = common(Placed((one,)), Placed((other,)), mesh) is not None
-        dims.append(one if met else [(size, ()) for size, _ in one])
-    between = placed(dims)
-    return (*_hops(before, between, mesh), *_hops(between, after, mesh))
+    middle = between(before, after, mesh)
+    return (*_hops(before, middle, mesh), *_hops(middle, after, mesh))
 
 
 @lru_cache(maxsize=1 << 14)
 def _program(shape: tuple[int, ...], mesh: Mesh, src: Layout, dst: Layout, dtype: str) -> Program:
     return synthesize(shape, mesh, src, dst, dtype=dtype)
-
-
-def _permuted(place: Placed, order: Sequence[int]) -> Placed:
-    return Placed(tuple(place.dims[dim] for dim in order), place.partial)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -123,14 +123,3 @@ class Runner:
             for _, source in layer.sources:
                 found[source.layer, source.name] = found.get((source.layer, source.name), 0) + 1
         return found
-
-
-def whole_of(place: Placed) -> Placed:
-    """The placement in which every rank holds all."""
-    dims: list[Any] = []
-    for dim in place.dims:
-        size = 1
-        for factor, _ in dim:
-            size *= factor
-        dims.append(((size, ()),))
-    return Placed(tuple(dims))

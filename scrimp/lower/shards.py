@@ -9,7 +9,7 @@ import torch
 
 from scrimp.layout import Mesh
 from scrimp.lower.comm import Communicator
-from scrimp.lower.moves import local_shape, redistribute
+from scrimp.lower.moves import local_shape, made_whole, redistribute
 from scrimp.lower.rest import Rest
 from scrimp.move import synthesize
 from scrimp.planner import Placed
@@ -91,5 +91,4 @@ class Shards:
             each.flat_shape(mesh), mesh, each.layout(each.states), each.layout(()), dtype=each.dtype
         )  # fmt: skip
         tile = self.comm.move(program, self.gradients[name], donate=False).view(local_shape(each.use, mesh))
-        unsplit = Placed(tuple(((size, ()),) for size in each.shape))
-        return redistribute(self.comm, tile, each.use, unsplit, donate=False)
+        return made_whole(self.comm, tile, each.use)

@@ -23,8 +23,8 @@ import torch
 
 from scrimp.lower.choice import ChosenLayer
 from scrimp.lower.model import LoweredLayer
-from scrimp.lower.moves import redistribute
-from scrimp.lower.run import Runner, Slots, whole_of
+from scrimp.lower.moves import made_whole, redistribute
+from scrimp.lower.run import Runner, Slots
 from scrimp.lower.steps import Accumulate, Ahead, Behind, Buffer, Call, Fetch, Free, Gather, Move, Offload, Reduce, Step, Store
 from scrimp.rules import At, localize, plain_call
 
@@ -87,7 +87,9 @@ class Generated(Runner):
                 source, target = (step.source, step.target) if isinstance(step, Move) else (step.slot, step.slot)
                 donate = step.donate if isinstance(step, Move) else True
                 order = chosen.values[step.value].order
-                bound[f"m{number}"] = partial(_moved, self.comm, before=step.before, after=after, order=order, donate=donate)
+                bound[f"m{number}"] = partial(
+                    redistribute, self.comm, before=step.before, after=after, order=order, donate=donate
+                )
                 yield f"s{target} = m{number}(s{source})"
             case Gather():
                 yield f"s{step.target} = gather(names[{step.weight!r}])"
@@ -97,7 +99,7 @@ class Generated(Runner):
                 bound[f"p{number}"] = step.before
                 yield f"accumulate(names[{step.weight!r}], s{step.source}, p{number}, donate={step.donate})"
             case Store():
-                bound[f"w{number}"] = partial(_made_whole, self.comm, step)
+                bound[f"w{number}"] = partial(made_whole, self.comm, before=step.before)
                 yield f"store(names[{step.buffer!r}], w{number}(s{step.source}))"
             case Offload():
                 yield f"s{step.target} = offload(s{step.source})"
@@ -147,12 +149,3 @@ def _is_tuple(target: str) -> bool:
 
 def _names(slots: Iterable[int]) -> str:
     return ", ".join(f"s{slot}" for slot in slots)
-
-
-def _moved(comm: Any, tensor: torch.Tensor, *, before: Any, after: Any, order: Any, donate: bool) -> torch.Tensor:
-    return redistribute(comm, tensor, before, after, order, donate=donate)
-
-
-def _made_whole(comm: Any, step: Store, tensor: torch.Tensor) -> torch.Tensor:
-    whole = whole_of(step.before)
-    return tensor if step.before == whole else redistribute(comm, tensor, step.before, whole, donate=False)

@@ -156,7 +156,6 @@ class Behind:
     `gradients`: slots of those that leave, by input. Slots are numbered on from the forward's."""
 
     steps: tuple[Step, ...]
-    again: int  # how many of the steps run the forward again
     tangents: tuple[tuple[str, int], ...]
     gradients: tuple[tuple[str, int], ...]
     slots: tuple[Slot, ...]

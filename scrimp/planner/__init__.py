@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from scrimp.planner.pipeline.stage_devices import stage_cluster, whole_mesh
     from scrimp.planner.shard.layer_model import LayerModel
     from scrimp.planner.shard.op_groups import kept_whole
-    from scrimp.planner.shard.placement import Placed, common, placed
+    from scrimp.planner.shard.options import passed_on
+    from scrimp.planner.shard.placement import Placed, between, common, placed, unsplit
     from scrimp.planner.solver.backend import solver_name
     from scrimp.planner.solver.evaluate import Evaluation, evaluate, held_nbytes
     from scrimp.planner.solver.found import Phase
@@ -56,9 +57,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "WEIGHTS", "Assembly", "Comparison",
     "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "PairHold", "Phase", "Placed", "Plan",
-    "PlannedGroup", "PlannedLayers", "Problem", "Solution", "captured", "change_of", "check_names", "common", "compare",
-    "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "placed", "plan", "precision_of", "schedules",
-    "solve", "solver_name", "stage_cluster", "whole_mesh",
+    "PlannedGroup", "PlannedLayers", "Problem", "Solution", "between", "captured", "change_of", "check_names", "common",
+    "compare", "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "placed", "plan",
+    "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "unsplit", "whole_mesh",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -95,7 +96,10 @@ __getattr__ = lazily(
         "kept_whole": "scrimp.planner.shard.op_groups",
         "Placed": "scrimp.planner.shard.placement",
         "common": "scrimp.planner.shard.placement",
+        "passed_on": "scrimp.planner.shard.options",
+        "between": "scrimp.planner.shard.placement",
         "placed": "scrimp.planner.shard.placement",
+        "unsplit": "scrimp.planner.shard.placement",
         "solver_name": "scrimp.planner.solver.backend",
         "Evaluation": "scrimp.planner.solver.evaluate",
         "evaluate": "scrimp.planner.solver.evaluate",

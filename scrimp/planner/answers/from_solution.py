@@ -23,7 +23,7 @@ from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.formulation.builder import Sketch
 from scrimp.planner.shard.layer_runs import Part
 from scrimp.planner.shard.options import Option
-from scrimp.planner.shard.placement import Placed, placed
+from scrimp.planner.shard.placement import Placed, unsplit
 from scrimp.planner.solver.problem import Problem
 from scrimp.planner.solver.solve import Solution
 
@@ -70,10 +70,9 @@ def inputs_of(graph: Graph, chosen: Iterable[tuple[Assembly, Sequence[int]]]) ->
                 if source.layer is None and source.name not in found and name in part.model.uses:
                     option, _ = option_of(assembly, k, part.model.uses[name][0].group, choice)
                     found[source.name] = option.needed[name]
-    unread = {value.name: placed([[(size, ())] for size in value.shape]) for value in graph.batch}
     return tuple(
         PlannedInput(
-            name=value.name, shape=value.shape, dtype=value.dtype, factors=found.get(value.name, unread[value.name]).dims
+            name=value.name, shape=value.shape, dtype=value.dtype, factors=found.get(value.name, unsplit(value.shape)).dims
         )
         for value in graph.batch
     )

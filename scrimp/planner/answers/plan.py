@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,11 +173,6 @@ class PlannedInput:
     shape: tuple[int, ...]
     dtype: str
     factors: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
-
-    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape of a rank's part."""
-        split = ([mesh.axis_size(axis) for _, axes in dim for axis in axes] for dim in self.factors)
-        return tuple(size // prod(over) for size, over in zip(self.shape, split, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from scrimp.planner.cost.greedy_move import AxisWise
 from scrimp.planner.formulation.builder import Numbers
-from scrimp.planner.shard.placement import Placed, common, placed
+from scrimp.planner.shard.placement import Placed, between, common
 
 Places = tuple[Placed, ...]
 Order = tuple[int, ...]
@@ -36,7 +36,7 @@ class Moves:
             seconds = [[self.seconds(one, other, itemsize) for other in columns] for one in rows]
             nbytes = [[self.nbytes(one, other, itemsize) for other in columns] for one in rows]
             staging = [
-                [self.staging(_lying(one, order), _lying(other, order), itemsize, donated=donated) for other in columns]
+                [self.staging(one.permuted(order), other.permuted(order), itemsize, donated=donated) for other in columns]
                 for one in rows
             ]
             self._tables[key] = np.array(seconds, float), np.array(nbytes, np.int64), np.array(staging, np.int64)
@@ -57,7 +57,7 @@ class Moves:
         if source == target or source.complete() == target:
             return 0
         if common(source, target, self.mesh) is None:
-            return max(target.numel(self.sizes), self._between(source, target).numel(self.sizes)) * itemsize
+            return max(target.numel(self.sizes), between(source, target, self.mesh).numel(self.sizes)) * itemsize
         return target.numel(self.sizes) * itemsize
 
     def staging(self, source: Placed, target: Placed, itemsize: int, *, donated: bool = False) -> int:
@@ -66,29 +66,16 @@ class Moves:
             return 0
         found = common(source, target, self.mesh)
         if found is None:
-            between = self._between(source, target)
-            hops = self.staging(source, between, itemsize, donated=donated), self.staging(between, target, itemsize, donated=True)
-            return max(hops) + min(between.numel(self.sizes), target.numel(self.sizes)) * itemsize
+            middle = between(source, target, self.mesh)
+            hops = self.staging(source, middle, itemsize, donated=donated), self.staging(middle, target, itemsize, donated=True)
+            return max(hops) + min(middle.numel(self.sizes), target.numel(self.sizes)) * itemsize
         shape, src, dst = found
         return round(self.costs.cost(prod(shape) * itemsize, src, dst, shape)[2 if donated else 1])
 
     def _allowed(self, source: Placed, target: Placed, itemsize: int) -> float:
         found = common(source, target, self.mesh)
         if found is None:
-            between = self._between(source, target)
-            return self.seconds(source, between, itemsize) + self.seconds(between, target, itemsize)
+            middle = between(source, target, self.mesh)
+            return self.seconds(source, middle, itemsize) + self.seconds(middle, target, itemsize)
         shape, src, dst = found
         return self.costs.seconds(prod(shape) * itemsize, src, dst)
-
-    def _between(self, source: Placed, target: Placed) -> Placed:
-        """An intermediate placement: dims without common factors are gathered first."""
-        dims = []
-        for one, other in zip(source.dims, target.dims, strict=True):
-            met = common(Placed((one,)), Placed((other,)), self.mesh) is not None
-            dims.append(one if met else [(size, ()) for size, _ in one])
-        return placed(dims)
-
-
-def _lying(place: Placed, order: Order) -> Placed:
-    """The placement with its dims as they lie in memory."""
-    return Placed(tuple(place.dims[dim] for dim in order), place.partial) if order else place

@@ -6,7 +6,7 @@ operators needs the full value of another's partial sum, the group all-reduces i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -14,7 +14,7 @@ from math import prod
 from scrimp.capture import LayerGraph, Value
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
-from scrimp.planner.shard.op_groups import Dims, Group, Member
+from scrimp.planner.shard.op_groups import Dims, Group
 from scrimp.planner.shard.placement import Placed, placed
 
 Split = tuple[int | None, ...]  # the atom of each axis, None if it splits nothing
@@ -76,7 +76,7 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
     for member in group.members:
         op, before = graph.ops[member.op], work_seconds + talk_seconds
         parts = [now[name].partial if name in now else () for name in op.inputs]
-        through = _through(member, parts)
+        through = passed_on(member.linear, parts)
         for name, dims, partial in zip(op.inputs, member.inputs, parts, strict=True):
             if name not in now:
                 needed.setdefault(name, place(dims))
@@ -118,13 +118,13 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
     )  # fmt: skip
 
 
-def _through(member: Member, parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Axes along which its inputs are partial sums that it passes on."""
+def passed_on(linear: Collection[frozenset[int]], parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Axes along which an operator's inputs are partial sums that it passes on. `parts`: those of each input."""
     having = frozenset(k for k, partial in enumerate(parts) if partial)
     if not having:
         return ()
     alike = {tuple(sorted(parts[k])) for k in having}
-    return next(iter(alike)) if having in member.linear and len(alike) == 1 else ()
+    return next(iter(alike)) if having in linear and len(alike) == 1 else ()
 
 
 def _itemsize(value: Value) -> int:

@@ -34,6 +34,15 @@ class Placed:
         total = prod(size for dim in self.dims for size, _ in dim)
         return total // prod(sizes[axis] for axis in self.axes)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(prod(size for size, _ in dim) for dim in self.dims)
+
+    def permuted(self, order: Sequence[int]) -> Placed:
+        """With its dims in this order; as they are if it is empty."""
+        return Placed(tuple(self.dims[dim] for dim in order), self.partial) if order else self
+
     def complete(self) -> Placed:
         return Placed(self.dims) if self.partial else self
 
@@ -44,6 +53,20 @@ class Placed:
 def placed(dims: Sequence[Sequence[Factor]], partial: Sequence[str] = ()) -> Placed:
     """With as few factors as possible."""
     return Placed(tuple(_joined(dim) for dim in dims), tuple(sorted(partial)))
+
+
+def unsplit(shape: Sequence[int]) -> Placed:
+    """Every device holds all."""
+    return placed([[(size, ())] for size in shape])
+
+
+def between(source: Placed, target: Placed, mesh: Mesh) -> Placed:
+    """An intermediate placement for a move without `common` factors: dims that have none are gathered first."""
+    dims = []
+    for one, other in zip(source.dims, target.dims, strict=True):
+        met = common(Placed((one,)), Placed((other,)), mesh) is not None
+        dims.append(one if met else [(size, ()) for size, _ in one])
+    return placed(dims)
 
 
 def _joined(dim: Sequence[Factor]) -> tuple[Factor, ...]:
