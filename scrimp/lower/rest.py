@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from scrimp.layout import Layout, Mesh
-from scrimp.planner import GRADIENTS, STATES, WEIGHTS, Placed
+from scrimp.planner import GRADIENTS, STATES, WEIGHTS, Placed, axes_at_rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,7 @@ class Rest:
 def rest_of(
     name: str, shape: tuple[int, ...], dtype: str, use: Placed, level: tuple[int, ...], mesh: Mesh, *, trained: bool
 ) -> Rest:
-    axes = {
-        least: tuple(axis for axis, each in zip(mesh.names, level, strict=True) if axis not in use.axes and each >= least)
-        for least in (STATES, GRADIENTS, WEIGHTS)
-    }
+    axes = axes_at_rest(use.axes, level, mesh)
     return Rest(
         name=name, shape=shape, dtype=dtype, trained=trained, use=use, weight=axes[WEIGHTS], gradient=axes[GRADIENTS],
         states=axes[STATES],

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from scrimp.planner.answers.what_if import change_of
     from scrimp.planner.api import captured, limit_of, plan
     from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, compare
-    from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, precision_of
+    from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, axes_at_rest, precision_of
     from scrimp.planner.formulation.assembly import Assembly
     from scrimp.planner.formulation.on_mesh import Layers, OnMesh
     from scrimp.planner.pipeline.plan import schedules
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "WEIGHTS", "Assembly", "Comparison",
     "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "PairHold", "Phase", "Placed", "Plan",
-    "PlannedGroup", "PlannedLayers", "Problem", "Solution", "between", "captured", "change_of", "check_names", "common",
-    "compare", "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "placed", "plan",
-    "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "unsplit", "whole_mesh",
+    "PlannedGroup", "PlannedLayers", "Problem", "Solution", "axes_at_rest", "between", "captured", "change_of", "check_names",
+    "common", "compare", "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "placed",
+    "plan", "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "unsplit", "whole_mesh",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -88,6 +88,7 @@ __getattr__ = lazily(
         "GRADIENTS": "scrimp.planner.cost.zero_levels",
         "STATES": "scrimp.planner.cost.zero_levels",
         "WEIGHTS": "scrimp.planner.cost.zero_levels",
+        "axes_at_rest": "scrimp.planner.cost.zero_levels",
         "precision_of": "scrimp.planner.cost.zero_levels",
         "schedules": "scrimp.planner.pipeline.plan",
         "stage_cluster": "scrimp.planner.pipeline.stage_devices",

@@ -18,7 +18,7 @@ from scrimp.planner.answers.plan import (
     PlannedOp,
     PlannedWeight,
 )
-from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, levels
+from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, axes_at_rest, levels
 from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.formulation.builder import Sketch
 from scrimp.planner.shard.layer_runs import Part
@@ -124,10 +124,7 @@ def planned_op(op: Op, option: Option, way: str) -> PlannedOp:
 
 def planned_weight(name: str, place: Placed, mesh: Mesh, level: Sequence[int]) -> PlannedWeight:
     """`place`: sharding in use; `level`: ZeRO level along each axis. Axes that already split the weight add nothing."""
-    axes = {
-        least: tuple(axis for axis, each in zip(mesh.names, level, strict=True) if axis not in place.axes and each >= least)
-        for least in (STATES, GRADIENTS, WEIGHTS)
-    }
+    axes = axes_at_rest(place.axes, tuple(level), mesh)
     return PlannedWeight(
         name=name,
         layout=str(place),

@@ -7,6 +7,7 @@ these numbers; here every group and every axis has its own.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -75,6 +76,14 @@ def levels(mesh: Mesh, precision: Precision) -> tuple[tuple[int, ...], ...]:
     """All combinations of levels, one per axis; level 2 is left out where gradients take no memory of their own."""
     each = (NOTHING, STATES, GRADIENTS, WEIGHTS) if precision.gradient else (NOTHING, STATES, WEIGHTS)
     return tuple(product(each, repeat=len(mesh.axes)))
+
+
+def axes_at_rest(used: Collection[str], level: tuple[int, ...], mesh: Mesh) -> dict[int, tuple[str, ...]]:
+    """By `STATES`, `GRADIENTS` and `WEIGHTS`: the axes over which each is sharded beyond those that split the weight in use."""
+    return {
+        least: tuple(axis for axis, each in zip(mesh.names, level, strict=True) if axis not in used and each >= least)
+        for least in (STATES, GRADIENTS, WEIGHTS)
+    }
 
 
 @lru_cache(maxsize=1 << 16)  # identical layers share results

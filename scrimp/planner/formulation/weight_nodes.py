@@ -16,7 +16,7 @@ import numpy as np
 from scrimp._arguments import RECOMPUTE
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
-from scrimp.planner.cost.zero_levels import STATES, AtRest, Used, at_rest, levels
+from scrimp.planner.cost.zero_levels import STATES, AtRest, Used, at_rest, axes_at_rest, levels
 from scrimp.planner.formulation.builder import (
     BACKWARD,
     FORWARD,
@@ -116,7 +116,7 @@ def _reduced(
         partial = of.partial if of is not None else ()
         nbytes, row = problem.numel(place) * itemsize, []
         for level in choices:
-            over = [a for a, each in zip(mesh.names, level, strict=True) if a not in place.axes and each >= STATES]
+            over = axes_at_rest(place.axes, level, mesh)[STATES]
             row.append((nbytes if partial or over else 0) + (nbytes if model.values[gradient].order else 0))
         rows.append(row)
     after = part.point(made) + 1
