@@ -40,15 +40,17 @@ if TYPE_CHECKING:
         Value,
     )
     from scrimp.capture.graph.json import from_json, to_json
+    from scrimp.capture.trace.fakes import batch_tensors
 
 __all__ = [
     "BORDER", "BUFFER", "MADE", "PARAMETER", "Graph", "Layer", "LayerGraph", "Named", "Op", "Parameter", "Ref", "Source", "Value",
-    "capture", "fingerprint", "from_json", "to_json",
+    "batch_tensors", "capture", "fingerprint", "from_json", "to_json",
 ]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
     {
+        "batch_tensors": "scrimp.capture.trace.fakes",
         "capture": "scrimp.capture._capture",
         "BORDER": "scrimp.capture.graph.graph",
         "BUFFER": "scrimp.capture.graph.graph",

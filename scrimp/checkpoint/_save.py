@@ -164,9 +164,14 @@ def _entries(store: Store, counts: Mapping[str, int]) -> dict[str, Entry]:
     for index, layer in enumerate(store.table.layers):
         for slot in layer.slots:
             extents = tuple(
-                Extent(start=inside.start, length=inside.stop - inside.start, rank=rank, place=span.start)
+                Extent(
+                    start=spans.inside.start,
+                    length=spans.inside.stop - spans.inside.start,
+                    rank=rank,
+                    place=spans.states.start,
+                )
                 for rank in range(store.wire.world)
-                for inside, span in store.shards.of_rank(rank).pieces(index, slot)
+                for spans in store.shards.of_rank(rank).pieces(index, slot)
             )
             entries[slot.name] = Entry(
                 shape=slot.shape,

@@ -49,9 +49,10 @@ if TYPE_CHECKING:
     from scrimp.chunks.store.store import DTYPES, Store
     from scrimp.chunks.tables.optimizers import SGD, AdamW, Optimizer, check_optimizer, rate, settings_by_group
     from scrimp.chunks.tables.parameter_settings import Rules
-    from scrimp.chunks.tables.shards import Shards
+    from scrimp.chunks.tables.shards import Shards, Spans
     from scrimp.chunks.tables.state_codec import BLOCK, CODECS, Coder, Field, coder_numel, state_fields
-    from scrimp.chunks.tables.table import ChunkTable, LayerSpace, Row, Slot, build_table
+    from scrimp.chunks.tables.table import ChunkTable, LayerSpace, Row, Share, Slot, build_table
+    from scrimp.chunks.tables.tiling import Tiling
     from scrimp.chunks.transfer.collectives import Wire
     from scrimp.chunks.transfer.copy_streams import Event
     from scrimp.chunks.transfer.host_arena import arena
@@ -63,12 +64,12 @@ __all__ = [
     "BLOCK", "CODECS", "DEVICE", "DISK", "DTYPES", "FUSED", "HOST", "KINDS", "LEVELS", "PAGE", "SGD", "STAGES", "STREAMED",
     "AdamW", "Choice", "ChunkTable", "Coder", "Copies", "CpuMeter", "CudaMeter", "Event", "Field", "Gate", "HostUpdate",
     "LayerCost", "LayerSpace", "Meter", "Opened", "Optimizer", "Part", "Piece", "PlainMode", "Rates", "Row", "Rules",
-    "Schedule", "ScheduleStep", "Shards", "Slot", "Store", "StreamedUpdate", "Tier", "Updater", "Wire", "Worker", "arena",
-    "build_table", "check_optimizer", "choose_placement", "coder_numel", "detached", "device_kernel", "device_memory",
-    "gradient_norm", "host_kernel", "kernel_or_reason", "least_fetched_nbytes", "load_library", "measure_rates",
-    "open_direct", "optimized", "placement_nbytes", "quickest", "rate", "region_requests", "settings_by_group", "settle",
-    "stage_numel", "stages_nbytes", "state_fields", "tile_numel", "triton_at_hand", "update_kinds", "update_tiles",
-    "why_no_device_kernel", "why_no_host_kernel",
+    "Schedule", "ScheduleStep", "Shards", "Share", "Slot", "Spans", "Store", "StreamedUpdate", "Tier", "Tiling", "Updater",
+    "Wire", "Worker", "arena", "build_table", "check_optimizer", "choose_placement", "coder_numel", "detached",
+    "device_kernel", "device_memory", "gradient_norm", "host_kernel", "kernel_or_reason", "least_fetched_nbytes",
+    "load_library", "measure_rates", "open_direct", "optimized", "placement_nbytes", "quickest", "rate", "region_requests",
+    "settings_by_group", "settle", "stage_numel", "stages_nbytes", "state_fields", "tile_numel", "triton_at_hand",
+    "update_kinds", "update_tiles", "why_no_device_kernel", "why_no_host_kernel",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -127,6 +128,7 @@ __getattr__ = lazily(
         "settings_by_group": "scrimp.chunks.tables.optimizers",
         "Rules": "scrimp.chunks.tables.parameter_settings",
         "Shards": "scrimp.chunks.tables.shards",
+        "Spans": "scrimp.chunks.tables.shards",
         "BLOCK": "scrimp.chunks.tables.state_codec",
         "CODECS": "scrimp.chunks.tables.state_codec",
         "Coder": "scrimp.chunks.tables.state_codec",
@@ -136,7 +138,9 @@ __getattr__ = lazily(
         "ChunkTable": "scrimp.chunks.tables.table",
         "LayerSpace": "scrimp.chunks.tables.table",
         "Row": "scrimp.chunks.tables.table",
+        "Share": "scrimp.chunks.tables.table",
         "Slot": "scrimp.chunks.tables.table",
+        "Tiling": "scrimp.chunks.tables.tiling",
         "build_table": "scrimp.chunks.tables.table",
         "Wire": "scrimp.chunks.transfer.collectives",
         "Event": "scrimp.chunks.transfer.copy_streams",

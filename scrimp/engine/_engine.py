@@ -27,6 +27,7 @@ from scrimp.errors import RunError
 from scrimp.exchange import Dense, Sparse
 from scrimp.layout import Mesh
 from scrimp.ledger import Books
+from scrimp.planner import Plan
 
 
 class Engine:
@@ -45,6 +46,8 @@ class Engine:
     Arguments:
         model: Any module whose forward returns a scalar loss, or an output with a `loss`. It may be on the meta device.
         weights: Values for the model: a state dict, a .safetensors file, or a Hugging Face folder.
+        plan: A `Plan` of this model, made by `scrimp.plan` or `Plan.load`: every rank runs its part of every operator as the plan
+            says. `step` then takes the global batch, or this rank's part of it (`batch_part`).
         optimizer: `AdamW(...)`, `SGD(...)`, "adamw" or "sgd".
         memory: A `Memory(device=..., host=..., disk=...)`, or a size of the device such as "24GiB".
         precision: Of the weights on the device: "bf16", "fp16" or "fp32". Master weights are fp32.
@@ -73,6 +76,7 @@ class Engine:
         model: nn.Module,
         *,
         weights: Source | None = None,
+        plan: Plan | None = None,
         optimizer: Optimizer | str | None = None,
         memory: Memory | int | str | None = None,
         precision: str = "bf16",
@@ -90,6 +94,7 @@ class Engine:
         self._run = Training(
             model,
             weights=weights,
+            plan=plan,
             optimizer=optimizer,
             memory=memory,
             precision=precision,

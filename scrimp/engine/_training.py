@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from scrimp.chunks import (
     Rules,
     Slot,
     Store,
+    Wire,
     measure_rates,
     settings_by_group,
 )
@@ -36,8 +38,13 @@ from scrimp.engine.entry.between_steps import Between
 from scrimp.engine.entry.optimizer_handle import Handle
 from scrimp.engine.entry.rank_calls import Calls, begin_call, naming_calls
 from scrimp.engine.gradients.dense import DenseExchange
+from scrimp.engine.gradients.planned import PlannedExchange
 from scrimp.engine.gradients.protocol import Exchange
 from scrimp.engine.gradients.sparse import SparseExchange
+from scrimp.engine.lowered.program import check_arguments, micro_batches_of, places_of, program_of
+from scrimp.engine.lowered.run import MeteredRanks, PlannedRun, taking
+from scrimp.engine.lowered.table import planned_table
+from scrimp.engine.lowered.tiling import PlannedTiling
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
 from scrimp.engine.schedule.planned import Planned
 from scrimp.engine.schedule.planning import Planning
@@ -68,6 +75,7 @@ from scrimp.exchange import Dense, Sparse
 from scrimp.layers import find_layers, no_caches
 from scrimp.layout import Mesh
 from scrimp.ledger import Books, Ledger
+from scrimp.planner import Plan
 
 
 class Training(Between, Accumulating):
@@ -78,6 +86,7 @@ class Training(Between, Accumulating):
         model: nn.Module,
         *,
         weights: Source | None,
+        plan: Plan | None,
         optimizer: Optimizer | str | None,
         memory: Memory | int | str | None,
         precision: str,
@@ -94,6 +103,9 @@ class Training(Between, Accumulating):
     ) -> None:
         check_model(model)
         optimizer, memory, mesh = optimizer_of(optimizer), memory_of(memory), mesh_of(mesh)
+        if plan is not None:
+            check_arguments(plan, activations=activations, mesh=mesh, loss=loss, chunk_numel=chunk_numel)
+            micro_batches = micro_batches_of(plan, micro_batches)
         ways = activations_of(activations, RunError)
         check_settings(precision, micro_batches, ways, clip_norm)
         check_modules(model)
@@ -117,8 +129,14 @@ class Training(Between, Accumulating):
         self.seconds = 0.0  # wall time of the last step
         self.host_seconds = (0.0, 0.0)  # of the last step: seconds the host worker was busy, seconds others waited for it
         rates = agreed(self.wire, measure_rates(self.device))
-        sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
-        table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
+        program = None if plan is None else program_of(plan, model, self.wire, settings, precision)
+        comm = None if plan is None else MeteredRanks(plan.mesh, self.wire.rank, self.wire.group)
+        if program is None or comm is None:
+            sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
+            table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
+        else:
+            sharing, across = Wire(), Wire()
+            table = planned_table(program.lowered, self.wire.rank)
         groups = settings_by_group(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         self.rules = Rules(groups)
         self.fit = Fit(
@@ -140,10 +158,11 @@ class Training(Between, Accumulating):
             books=self.ledger,
             wire=sharing,
             ranks=self.wire,
-            places=self.fit.places(),
+            places=self.fit.places() if program is None else places_of(program, self.budget, self.fit, len(table.layers)),
             disk=self.budget.disk,
             sparse=isinstance(exchange, Sparse),
             host_room_nbytes=self.fit.room_nbytes,
+            tiling=None if program is None or comm is None else PlannedTiling(program.lowered.rest, comm),
         )
         self.meter: Meter
         if self.device.type == "cuda":
@@ -152,7 +171,7 @@ class Training(Between, Accumulating):
         else:
             self.meter = CpuMeter(self.ledger.device, self.budget.device_nbytes, self._over_budget)
         room = self.budget.device_nbytes - self.ledger.device.total_nbytes if self.device.type == "cuda" else 0
-        self._hooks = Hooks(micro_batches=micro_batches)
+        self._hooks = Hooks(micro_batches=micro_batches, planned=plan is not None)
         taken = adopt(model, self.store, weights, hooks=self._hooks, room_nbytes=room)
         self.places = taken.places
         self.weights = dict(model.named_parameters(remove_duplicate=False))
@@ -176,9 +195,15 @@ class Training(Between, Accumulating):
         self.out_of_module = OutOfModule(self.residents)
         self._out_of_module_again = OutOfModuleInBackward(self.residents)
         self.recompute = Recompute()
-        wrap_layers(model, self.residents, self.recompute)
+        self._planned: PlannedRun | None = None
+        if program is None or comm is None:
+            wrap_layers(model, self.residents, self.recompute)
+        else:
+            receive = taking(weakref.ref(self))
+            self._planned = PlannedRun(program, comm, self.store, self.residents, model, self.wire, receive)
+            comm.meter = self.meter
         sparse = SparseExchange(exchange, self.store, self.rules, across) if isinstance(exchange, Sparse) else None
-        self.exchanging: Exchange = sparse or DenseExchange()
+        self.exchanging: Exchange = sparse or (DenseExchange() if program is None else PlannedExchange())
         self.planning = Planning(
             self.store,
             self.recompute,
@@ -195,7 +220,7 @@ class Training(Between, Accumulating):
         self.broken: str | None = None  # why the weights are not those of any step
         self.current = StepContext(traffic=astuple(self.store.traffic))  # of the step that runs, or of the last one
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
-            if parameter.requires_grad:
+            if parameter.requires_grad and program is None:
                 parameter.register_post_accumulate_grad_hook(receiving(weakref.ref(self)))  # type: ignore[no-untyped-call]
         self.meta_parameters = MetaParameters(model, self.weights, taken, self._hooks, self.device)
         of_name = dict(model.named_parameters(remove_duplicate=False))
@@ -251,13 +276,15 @@ class Training(Between, Accumulating):
             self.exchanging.begin(self)
         self.current.begin(astuple(self.store.traffic))
         losses, count = [], 1 if self.accumulating else self.micro_batches
+        todo = [*self._parts(args, kwargs, count)]
         try:
-            with running(self, args, kwargs, Phase.FORWARD, self._metering.step(plan)), no_caches(self.model):
+            lent = (args, kwargs) if self._planned is None else ((), {})  # a planned step counts this rank's part
+            with running(self, *lent, Phase.FORWARD, self._metering.step(plan)), no_caches(self.model):
                 schedule = plan.choice.schedule if plan.choice else None
                 self.residents.begin_step(self.steps, schedule, plan.expected, metering=self._metering.metering)
-                for k, (part_args, part_kwargs) in enumerate(parts(args, kwargs, count)):
+                for k, run_part in enumerate(todo):
                     self.current.last_part = k == count - 1 and not self.accumulating
-                    losses.append(self._run_micro_batch(part_args, part_kwargs))
+                    losses.append(run_part())
                     self.residents.retire_rest()
                 traced, schedule_steps = self.residents.end_step()
                 self.current.trace = schedule_steps if self._metering.learn(plan, schedule_steps, traced=traced) else None
@@ -266,6 +293,25 @@ class Training(Between, Accumulating):
         except MoveError as error:
             raise self.named_error(error) from error
         return torch.stack(losses).mean()
+
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Iterator[Callable[[], torch.Tensor]]:
+        """The forward and backward of each micro-batch, of the model or of its plan's program; each returns the loss."""
+        if self._planned is None:
+            for part_args, part_kwargs in parts(args, kwargs, count):
+                yield partial(self._run_micro_batch, part_args, part_kwargs)
+            return
+        for k, part in enumerate(self._planned.micro_batches(args, kwargs, count)):
+            yield partial(self._run_planned, part, self.pending + k)
+
+    def _run_planned(self, part: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+        self.current.part_arrived = set()
+        scale = self.loss_scale.value / self.micro_batches
+        return self.under_plan.run(part, (self.steps, number), scale=scale, dtype=self.input_dtype)
+
+    @property
+    def under_plan(self) -> PlannedRun:
+        assert self._planned is not None
+        return self._planned
 
     def _run_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self.current.part_arrived = set()
@@ -310,6 +356,13 @@ class Training(Between, Accumulating):
             parameter.grad = None
             self.current.part_arrived.add(slot.name)
             self.residents.arrived(layer, slot)
+
+    def take(self, layer: int, slot: Slot, gradient: torch.Tensor) -> None:
+        """Receive a gradient of a planned step, flat; the residents hear of it when its layer's backward is done."""
+        self.interrupts.check()
+        with self.residents.quietly():
+            self.exchanging.receive(self, layer, slot, gradient, first=slot.name not in self.current.arrived)
+            self.current.part_arrived.add(slot.name)
 
     def _retire(self, layer: int, slots: list[Slot]) -> None:
         """All of a layer's gradients of this micro-batch have arrived, or no more will come."""

@@ -1,6 +1,7 @@
 """The ledger: every byte on a tier belongs to one kind. Predicted and measured ledgers are the same class.
 
-`peak` is the snapshot with the largest total; `peak_nbytes` is the number that must fit.
+`peak` is the snapshot with the largest total; `peak_nbytes` is the number that must fit. `live_peak` is the same without the
+workspace that kernels allocate and free inside one operator: a plan predicts that number.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from scrimp.ledger._sizes import format_nbytes
 
 FORMAT, VERSION = "scrimp.ledger", 1
 
-KINDS = ("parameters", "gradients", "optimizer", "residual", "activations", "temporaries", "buffers", "padding")
+WORKSPACE = "workspace"
+KINDS = (
+    "parameters", "gradients", "optimizer", "residual", "activations", "moved", "scratch", "temporaries", "workspace", "buffers",
+    "padding",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,7 @@ class Ledger:
     now: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     total_nbytes: int = 0
     peak: Snapshot = field(default_factory=lambda: Snapshot(by_kind=(), when="at the start"))
+    live_peak: Snapshot = field(default_factory=lambda: Snapshot(by_kind=(), when="at the start"))
     when: str = "at the start"
 
     @property
@@ -53,6 +59,8 @@ class Ledger:
         self.total_nbytes += nbytes
         if self.total_nbytes > self.peak.nbytes:
             self.peak = self.snapshot()
+        if kind != WORKSPACE and self.total_nbytes - self.now[WORKSPACE] > self.live_peak.nbytes:
+            self.live_peak = self._live()
 
     def free(self, kind: str, nbytes: int) -> None:
         self.now[kind] -= nbytes
@@ -68,20 +76,27 @@ class Ledger:
     def snapshot(self) -> Snapshot:
         return Snapshot(by_kind=tuple(self.now.items()), when=self.when)
 
+    def _live(self) -> Snapshot:
+        return Snapshot(by_kind=tuple((kind, size) for kind, size in self.now.items() if kind != WORKSPACE), when=self.when)
+
     def reset_peak(self) -> None:
-        self.peak = self.snapshot()
+        self.peak, self.live_peak = self.snapshot(), self._live()
 
     def to_json(self) -> str:
         data = {"format": FORMAT, "version": VERSION, "tier": self.tier, "now": self.now}
-        return json.dumps({**data, "peak": {"when": self.peak.when, "by_kind": dict(self.peak.by_kind)}})
+        peaks = {"peak": self.peak, "live_peak": self.live_peak}
+        return json.dumps({**data, **{name: {"when": at.when, "by_kind": dict(at.by_kind)} for name, at in peaks.items()}})
 
     @classmethod
     def from_json(cls, text: str) -> Ledger:
         data = json.loads(text)
         check_format(data, FORMAT, VERSION, ScrimpError)
         now: Mapping[str, int] = data["now"]
-        peak = Snapshot(by_kind=tuple(data["peak"]["by_kind"].items()), when=data["peak"]["when"])
-        return cls(tier=data["tier"], now=dict(now), total_nbytes=sum(now.values()), peak=peak)
+        peak, live = (
+            Snapshot(by_kind=tuple(at["by_kind"].items()), when=at["when"])
+            for at in (data["peak"], data.get("live_peak") or data["peak"])
+        )
+        return cls(tier=data["tier"], now=dict(now), total_nbytes=sum(now.values()), peak=peak, live_peak=live)
 
 
 @dataclass(kw_only=True)

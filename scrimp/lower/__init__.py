@@ -32,11 +32,17 @@ if TYPE_CHECKING:
     from scrimp.lower.comm import Communicator, Ranks
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.model import Lowered, lower
+    from scrimp.lower.moves import local_shape, made_whole
+    from scrimp.lower.rest import Rest
     from scrimp.lower.run import Runner
-    from scrimp.lower.shards import Shards, cut
+    from scrimp.lower.shards import Shards, cut, flat_tile, gathered, shared, summed
     from scrimp.lower.source import Generated
 
-__all__ = ["Communicator", "Generated", "Interpreter", "Lowered", "Ranks", "Runner", "Shards", "check", "cut", "digest", "lower"]
+__all__ = [
+    "Communicator", "Generated", "Interpreter", "Lowered", "Ranks", "Rest",
+    "Runner", "Shards", "check", "cut", "digest", "flat_tile", "gathered", "local_shape", "lower", "made_whole",
+    "shared", "summed",
+]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
@@ -51,6 +57,13 @@ __getattr__ = lazily(
         "Runner": "scrimp.lower.run",
         "Generated": "scrimp.lower.source",
         "Shards": "scrimp.lower.shards",
+        "Rest": "scrimp.lower.rest",
         "cut": "scrimp.lower.shards",
+        "flat_tile": "scrimp.lower.shards",
+        "gathered": "scrimp.lower.shards",
+        "local_shape": "scrimp.lower.moves",
+        "made_whole": "scrimp.lower.moves",
+        "shared": "scrimp.lower.shards",
+        "summed": "scrimp.lower.shards",
     },
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from scrimp.capture import BUFFER, Graph, Source
@@ -15,7 +16,7 @@ from scrimp.layout import Mesh
 from scrimp.lower.choice import ChosenLayer, chosen_layers
 from scrimp.lower.layer import ahead, behind
 from scrimp.lower.rest import Rest, rest_of
-from scrimp.lower.steps import Ahead, Behind
+from scrimp.lower.steps import Accumulate, Ahead, Behind, Gather, read
 from scrimp.lower.verify import verify, verify_fingerprint
 from scrimp.planner import Placed, Plan, unsplit
 
@@ -33,10 +34,28 @@ class LoweredLayer:
     sources: tuple[tuple[str, Source], ...]
     arrives: tuple[tuple[str, Placed], ...]  # gradients of outputs: the placement in which they are summed
 
+    @cached_property
+    def read_late(self) -> frozenset[str]:
+        """Weights that the backward still reads, or gathers, when it has made their gradient."""
+        made: set[str] = set()
+        late: set[str] = set()
+        gathered: dict[int, str] = {}
+        for step in self.behind.steps:
+            if isinstance(step, Gather):
+                gathered[step.target] = self.names[step.weight]
+                late |= {self.names[step.weight]} & made
+            storages = (self.behind.slots[slot].storage for slot in read(step))
+            late |= {gathered[storage] for storage in storages if storage in gathered} & made
+            if isinstance(step, Accumulate):
+                made.add(self.names[step.weight])
+        return frozenset(late)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """`rest`: of each parameter; `batch`: the placement of each tensor of the batch; `loss`: where the loss is, and how."""
+    """`rest`: of each parameter; `batch`: the placement of each tensor of the batch; `loss`: where the loss is, and how.
+    `gradients`: of each trained parameter the axes along which its gradient arrives as a partial sum, one entry for each layer
+    that brings a summand."""
 
     graph: Graph
     mesh: Mesh
@@ -44,6 +63,21 @@ class Lowered:
     rest: Mapping[str, Rest]
     batch: Mapping[str, Placed]
     loss: Source
+
+    @cached_property
+    def gradients(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+        found: dict[str, tuple[tuple[str, ...], ...]] = {}
+        for layer in self.layers:
+            for step in layer.behind.steps:
+                if isinstance(step, Accumulate):
+                    name = layer.names[step.weight]
+                    found[name] = (*found.get(name, ()), step.before.partial)
+        return found
+
+    def later(self, name: str, *, accumulated: bool) -> tuple[str, ...]:
+        """`Rest.later` of a parameter."""
+        partial = {*self.gradients[name]}
+        return self.rest[name].later(next(iter(partial)) if len(partial) == 1 else None, accumulated=accumulated)
 
     @property
     def programs(self) -> int:

@@ -23,7 +23,11 @@ Key = tuple[int | None, str]
 
 
 class Weights(Protocol):
-    """The model's data on this rank, by the model's names."""
+    """The model's data on this rank, by the model's names. `enter` comes before a layer's pass, `leave` after it."""
+
+    def enter(self, layer: int, *, backward: bool) -> None: ...
+
+    def leave(self, layer: int, *, backward: bool) -> None: ...
 
     def gather(self, name: str) -> torch.Tensor: ...
 
@@ -49,11 +53,12 @@ class Runner:
         """Runs the steps of a forward or of a backward, from the given slots to those that leave."""
         raise NotImplementedError
 
-    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Forward and backward on this rank's part of the batch; the loss is that of the whole batch."""
+    def step(self, batch: Mapping[str, torch.Tensor], *, scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward on this rank's part of the batch; the loss is that of the whole batch. `scale`: a factor of all
+        gradients."""
         with torch.no_grad():
-            saved, loss = self._forward(batch)
-            self._backward(saved, loss)
+            saved, loss = self.forward(batch)
+            self.backward(saved, torch.full_like(loss, scale))
         return loss
 
     def draw(self, op: int, coordinates: tuple[tuple[str, int], ...]) -> torch.Generator:
@@ -61,7 +66,8 @@ class Runner:
         text = repr((self.seed, self.layer, op, coordinates)).encode()
         return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"))
 
-    def _forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[Slots], torch.Tensor]:
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[Slots], torch.Tensor]:
+        """Returns each layer's saved slots, and the loss."""
         left = self._readers()
         made: dict[Key, torch.Tensor] = {(None, name): tensor for name, tensor in batch.items()}
         saved: list[Slots] = []
@@ -72,7 +78,9 @@ class Runner:
                 key = (source.layer, source.name)
                 left[key] -= 1
                 slots[slot] = made[key] if left[key] or source.layer is None else made.pop(key)
+            self.weights.enter(k, backward=False)
             self.phase(layer, layer.ahead, slots)
+            self.weights.leave(k, backward=False)
             for name, slot in layer.ahead.outputs:
                 if (k, name) == (self.lowered.loss.layer, self.lowered.loss.name):
                     loss = self._complete(slots[slot], layer.ahead.slots[slot].place)
@@ -83,8 +91,9 @@ class Runner:
         assert loss is not None
         return saved, loss
 
-    def _backward(self, saved: list[Slots], loss: torch.Tensor) -> None:
-        arrived: dict[Key, torch.Tensor] = {(self.lowered.loss.layer, self.lowered.loss.name): torch.ones_like(loss)}
+    def backward(self, saved: list[Slots], gradient: torch.Tensor) -> None:
+        """`gradient`: of the loss. Every layer's saved slots are freed behind its backward."""
+        arrived: dict[Key, torch.Tensor] = {(self.lowered.loss.layer, self.lowered.loss.name): gradient}
         for k in reversed(range(len(self.lowered.layers))):
             layer, slots = self.lowered.layers[k], saved.pop()
             self.layer, places = k, dict(layer.arrives)
@@ -93,7 +102,9 @@ class Runner:
                     slots[slot] = arrived.pop((k, output))
                 else:
                     slots[slot] = self._zeros(layer, slot, places[output])
+            self.weights.enter(k, backward=True)
             self.phase(layer, layer.behind, slots)
+            self.weights.leave(k, backward=True)
             sources = dict(layer.sources)
             for name, slot in layer.behind.gradients:
                 source = sources[name]

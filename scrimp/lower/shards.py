@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import torch
 
 from scrimp.layout import Mesh
 from scrimp.lower.comm import Communicator
+from scrimp.lower.model import Lowered
 from scrimp.lower.moves import local_shape, made_whole, redistribute
 from scrimp.lower.rest import Rest
 from scrimp.move import synthesize
@@ -28,46 +30,94 @@ def cut(whole: torch.Tensor, place: Placed, mesh: Mesh, rank: int) -> torch.Tens
     return found.reshape(local_shape(place, mesh))
 
 
+def flat_tile(whole: torch.Tensor, each: Rest, mesh: Mesh, rank: int) -> torch.Tensor:
+    """A rank's tile of a whole parameter, flat and padded."""
+    return padded(cut(whole, each.use, mesh, rank), each, mesh)
+
+
+def padded(tile: torch.Tensor, each: Rest, mesh: Mesh) -> torch.Tensor:
+    more = each.flat_shape(mesh)[1] - tile.numel()
+    flat = tile.reshape(1, -1)
+    return torch.nn.functional.pad(flat, (0, more)) if more else flat
+
+
+def gathered(comm: Communicator, share: torch.Tensor, each: Rest, over: tuple[str, ...]) -> torch.Tensor:
+    """A tile as operators use it, from its shares over some axes: the share itself, as a view, where there are none."""
+    mesh, shape = comm.mesh, local_shape(each.use, comm.mesh)
+    flat = share.view(1, -1)
+    if over:
+        program = synthesize(
+            each.flat_shape(mesh), mesh, each.layout(over), each.layout(()), dtype=str(share.dtype).removeprefix("torch.")
+        )
+        flat = comm.move(program, flat, donate=False)
+    return flat[:, : each.tile_numel(mesh)].view(shape)
+
+
+def summed(
+    comm: Communicator,
+    gradient: torch.Tensor,
+    place: Placed,
+    each: Rest,
+    over: tuple[str, ...],
+    *,
+    later: tuple[str, ...] = (),
+    donate: bool,
+) -> torch.Tensor:
+    """A gradient, flat: its share over some axes, summed over the ranks, but not yet along the axes `later`."""
+    if place.dims != each.use.dims:
+        after = replace(each.use, partial=later)
+        gradient, donate, place = redistribute(comm, gradient, place, after, donate=donate), True, after
+    flat = padded(gradient, each, comm.mesh)
+    del gradient
+    return shared(comm, flat, each, ((), place.partial), (over, later), donate=donate)
+
+
+def shared(
+    comm: Communicator,
+    flat: torch.Tensor,
+    each: Rest,
+    before: tuple[tuple[str, ...], tuple[str, ...]],
+    after: tuple[tuple[str, ...], tuple[str, ...]],
+    *,
+    donate: bool,
+) -> torch.Tensor:
+    """Flat shares of a tile from (axes, axes along which they are summands) to others."""
+    if before == after:
+        return flat
+    dtype = str(flat.dtype).removeprefix("torch.")
+    program = synthesize(each.flat_shape(comm.mesh), comm.mesh, each.layout(*before), each.layout(*after), dtype=dtype)
+    return comm.move(program, flat.view(1, -1), donate=donate)
+
+
 class Shards:
     """Weights at rest, and gradients: each rank holds its share of each tile, flat."""
 
-    def __init__(self, rest: Mapping[str, Rest], comm: Communicator, whole: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, lowered: Lowered, comm: Communicator, whole: Mapping[str, torch.Tensor]) -> None:
         """`whole`: the model's parameters and buffers, by name."""
-        self.rest, self.comm = rest, comm
+        self.lowered, self.rest, self.comm = lowered, lowered.rest, comm
+        rest = lowered.rest
         self.weights = {name: self._share(each, whole[name]) for name, each in rest.items()}
         self.gradients: dict[str, torch.Tensor] = {}
         self.buffers = {name: tensor.clone() for name, tensor in whole.items() if name not in rest}
 
     def _share(self, each: Rest, whole: torch.Tensor) -> torch.Tensor:
         mesh, rank = self.comm.mesh, self.comm.rank
-        tile = cut(whole, each.use, mesh, rank).reshape(1, -1)
-        start, stop = each.layout(each.weight).tile(each.flat_shape(mesh), mesh, rank)[1]
-        return tile[:, start:stop].clone()
+        start, stop = each.span(each.weight, mesh, rank)
+        return flat_tile(whole, each, mesh, rank)[:, start:stop].clone()
+
+    def enter(self, layer: int, *, backward: bool) -> None:
+        """All weights are here already."""
+
+    def leave(self, layer: int, *, backward: bool) -> None:
+        """And stay."""
 
     def gather(self, name: str) -> torch.Tensor:
-        """A weight as operators use it: its shard itself where it is not sharded beyond that."""
-        each, mesh = self.rest[name], self.comm.mesh
-        shape = local_shape(each.use, mesh)
-        if not each.weight:
-            return self.weights[name].view(shape)
-        program = synthesize(
-            each.flat_shape(mesh), mesh, each.layout(each.weight), each.layout(()), dtype=each.dtype
-        )  # fmt: skip
-        return self.comm.move(program, self.weights[name], donate=False).view(shape)
+        return gathered(self.comm, self.weights[name], self.rest[name], self.rest[name].weight)
 
     def accumulate(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> None:
-        """Sums a gradient into its shard. It is accumulated sharded as the optimizer states are."""
-        each, mesh = self.rest[name], self.comm.mesh
-        if place.dims != each.use.dims:
-            gradient, place = redistribute(self.comm, gradient, place, each.use, donate=donate), each.use
-            donate = True
-        flat = gradient.reshape(1, -1)
-        del gradient
-        if place.partial or each.states:
-            program = synthesize(
-                each.flat_shape(mesh), mesh, each.layout((), place.partial), each.layout(each.states), dtype=each.dtype
-            )  # fmt: skip
-            flat = self.comm.move(program, flat, donate=donate)
+        """Sums a gradient into its shard, sharded as the plan says."""
+        each, later = self.rest[name], self.lowered.later(name, accumulated=False)
+        flat = summed(self.comm, gradient, place, each, each.gradient if later else each.states, later=later, donate=donate)
         known = self.gradients.get(name)
         self.gradients[name] = flat if known is None else known.add_(flat)
 
@@ -86,9 +136,7 @@ class Shards:
 
     def whole_gradient(self, name: str) -> torch.Tensor:
         """A gradient as one process would have it."""
-        each, mesh = self.rest[name], self.comm.mesh
-        program = synthesize(
-            each.flat_shape(mesh), mesh, each.layout(each.states), each.layout(()), dtype=each.dtype
-        )  # fmt: skip
-        tile = self.comm.move(program, self.gradients[name], donate=False).view(local_shape(each.use, mesh))
-        return made_whole(self.comm, tile, each.use)
+        each, later, flat = self.rest[name], self.lowered.later(name, accumulated=False), self.gradients[name]
+        if later:
+            flat = shared(self.comm, flat, each, (each.gradient, later), (each.states, ()), donate=False)
+        return made_whole(self.comm, gathered(self.comm, flat, each, each.states), each.use)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from scrimp.planner.answers.from_solution import memory_of
     from scrimp.planner.answers.plan import Plan, PlannedGroup, PlannedLayers
     from scrimp.planner.answers.what_if import change_of
-    from scrimp.planner.api import captured, limit_of, plan
+    from scrimp.planner.api import captured, captured_for, limit_of, plan
     from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, compare
     from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, axes_at_rest, precision_of
     from scrimp.planner.formulation.assembly import Assembly
@@ -55,11 +55,12 @@ if TYPE_CHECKING:
     from scrimp.planner.validate import check_names
 
 __all__ = [
-    "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "WEIGHTS", "Assembly", "Comparison",
-    "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "PairHold", "Phase", "Placed", "Plan",
-    "PlannedGroup", "PlannedLayers", "Problem", "Solution", "axes_at_rest", "between", "captured", "change_of", "check_names",
-    "common", "compare", "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "placed",
-    "plan", "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "unsplit", "whole_mesh",
+    "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "WEIGHTS", "Assembly",
+    "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "PairHold", "Phase",
+    "Placed", "Plan", "PlannedGroup", "PlannedLayers", "Problem", "Solution", "axes_at_rest", "between", "captured",
+    "captured_for", "change_of", "check_names", "common", "compare", "evaluate", "frontier", "held_nbytes", "kept_whole",
+    "limit_of", "memory_of", "passed_on", "placed", "plan", "precision_of", "schedules", "solve", "solver_name",
+    "stage_cluster", "unsplit", "whole_mesh",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -74,6 +75,7 @@ __getattr__ = lazily(
         "PlannedLayers": "scrimp.planner.answers.plan",
         "change_of": "scrimp.planner.answers.what_if",
         "captured": "scrimp.planner.api",
+        "captured_for": "scrimp.planner.api",
         "limit_of": "scrimp.planner.api",
         "plan": "scrimp.planner.api",
         "BASELINES": "scrimp.planner.baselines.compare",

@@ -17,7 +17,7 @@ from scrimp._arguments import KEEP, activations_of, renamed
 from scrimp._warnings import warn
 from scrimp.capture import Graph, capture, fingerprint
 from scrimp.cluster import Cluster
-from scrimp.errors import FitError, PlanError, PlanWarning
+from scrimp.errors import FitError, PlanError, PlanWarning, RunError
 from scrimp.layout import Mesh
 from scrimp.ledger import parse_nbytes
 from scrimp.planner.answers.from_solution import plan_fields
@@ -253,6 +253,19 @@ def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
     if isinstance(example_inputs, Mapping):
         return capture(_on_meta(model, dtype), (), {name: cast(item) for name, item in example_inputs.items()})
     return capture(_on_meta(model, dtype), tuple(map(cast, example_inputs)))
+
+
+def captured_for(plan: Plan, model: nn.Module) -> Graph:
+    """The model as it was captured for a plan: with tensors of the shapes and dtypes that the plan names, by keyword."""
+    if plan.source is not None:
+        graph: Graph = plan.source.graph
+        return graph
+    precision = precision_of(plan.precision, plan.optimizer)
+    if precision is None or any("." in each.name for each in plan.batch):
+        names = ", ".join(each.name for each in plan.batch)
+        raise RunError(f"the plan's batch has {names}: a plan file can only be run with tensors that the model takes by keyword")
+    given = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta") for each in plan.batch}
+    return captured(model, given, precision)
 
 
 def planned_model(graph: Graph) -> PlannedModel:

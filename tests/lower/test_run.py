@@ -35,7 +35,7 @@ def planned(model: nn.Module, batch: Any, **settings: Any) -> Plan:
 
 def stepped(lowered: Lowered, model: nn.Module, batch: Any, seed: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     def job(comm: ThreadRank) -> tuple[float, dict[str, torch.Tensor]]:
-        shards = Shards(lowered.rest, comm, tensors_of(model))
+        shards = Shards(lowered, comm, tensors_of(model))
         given = batch_of(lowered.graph, batch)
         part = {name: cut(each, lowered.batch[name], comm.mesh, comm.rank).clone() for name, each in given.items()}
         loss = Interpreter(lowered, comm, shards, seed=seed).step(part)

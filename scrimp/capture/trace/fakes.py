@@ -77,6 +77,12 @@ def batch_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     return names
 
 
+def batch_tensors(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors among the inputs, by these names."""
+    leaves = (leaf for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
+    return dict(zip(batch_names(model, args, kwargs), leaves, strict=True))
+
+
 def _positions(model: nn.Module, count: int) -> list[str]:
     names = []
     for parameter in inspect.signature(model.forward).parameters.values():

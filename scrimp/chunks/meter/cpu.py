@@ -37,6 +37,8 @@ class CpuMeter(PlainMode):
         self._over = over
         self._scale = Scale()
         self._wrapped_nbytes = 0
+        self._kind = "temporaries"  # of what operators make now
+        self._moves = False  # storages may be emptied
         self._known: dict[int, tuple[str, int]] = {}
         self._lent: set[int] = set()
         self._shapes: dict[int, tuple[int, ...]] = {}  # of counted storages
@@ -68,10 +70,10 @@ class CpuMeter(PlainMode):
             self._prepare(self._scale.guess(func, args))
             out, weight = self._scale.weigh(signature, func, args, kwargs)
             self._coming = (weight.out_nbytes, weight.out_shape)
-            self._flash(weight.need_nbytes)
+            self._flash(weight.made_nbytes, self._kind, weight.need_nbytes - weight.made_nbytes)
         else:
             self._coming = (weight.out_nbytes, weight.out_shape)
-            self.expect(weight.need_nbytes, "temporaries")
+            self.expect(weight.made_nbytes, self._kind, weight.need_nbytes - weight.made_nbytes)
             out = func(*args, **kwargs)
         self._coming = (0, ())
         before = self.live_nbytes
@@ -85,13 +87,14 @@ class CpuMeter(PlainMode):
             self.hold(WRAPPED_NBYTES * weight.numbers)
         return out
 
-    def expect(self, nbytes: int, kind: str = "parameters") -> None:
+    def expect(self, nbytes: int, kind: str = "parameters", workspace_nbytes: int = 0) -> None:
         """So much is about to be allocated: check the budget now, and raise the ledger's peak."""
-        total = self.ledger.total_nbytes + nbytes
+        more = nbytes + workspace_nbytes
+        total = self.ledger.total_nbytes + more
         # Otherwise neither the budget nor the ledger's peak is affected.
-        if nbytes and (total > self.budget_nbytes or total > self.ledger.peak.nbytes):
-            self._prepare(nbytes)
-            self._flash(nbytes, kind)
+        if more and (total > self.budget_nbytes or total > self.ledger.peak.nbytes):
+            self._prepare(more)
+            self._flash(nbytes, kind, workspace_nbytes)
 
     def aside(self, run: Callable[[], None], nbytes: int) -> None:
         """Run the engine's own arithmetic, which takes `nbytes` while it runs and keeps nothing: many small operators, which are
@@ -101,14 +104,26 @@ class CpuMeter(PlainMode):
         with Unseen():
             run()
 
-    def _flash(self, nbytes: int, kind: str = "temporaries") -> None:
+    def _flash(self, nbytes: int, kind: str, workspace_nbytes: int) -> None:
         """Charge and free at once, for memory that lives so briefly that only the peak matters."""
+        self._look_again(nbytes)
         self.ledger.charge(kind, nbytes)
+        self.ledger.charge("workspace", workspace_nbytes)
         try:
             if self.ledger.total_nbytes > self.budget_nbytes:
                 self._over(False)
         finally:
+            self.ledger.free("workspace", workspace_nbytes)
             self.ledger.free(kind, nbytes)
+
+    def _look_again(self, nbytes: int) -> None:
+        """Before so many bytes raise the peak: a storage that was donated to a move is empty by now, which no operator tells."""
+        if not self._moves or self.ledger.total_nbytes + nbytes <= self.ledger.live_peak.nbytes:
+            return
+        for key, alive in [*self._alive.items()]:
+            storage = alive()
+            if storage is not None and not storage.nbytes():
+                self._freed(key)
 
     def _prepare(self, nbytes: int) -> None:
         """Make room before anything is charged, so that evicted and new bytes never count together."""
@@ -126,13 +141,15 @@ class CpuMeter(PlainMode):
             if isinstance(leaf, torch.Tensor):
                 self.count(leaf)
 
-    def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
+    def count(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+        kind = kind or self._kind
         if not tensor.is_cpu or tensor.layout is not torch.strided:  # a sparse tensor has no storage
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or not (nbytes := storage.nbytes()):
             return
+        self._look_again(nbytes)
         self._known[key] = (kind, nbytes)
         self._shapes[key] = tuple(tensor.shape)
         self.live_nbytes += nbytes
@@ -166,13 +183,27 @@ class CpuMeter(PlainMode):
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
         self.ledger.charge("buffers", tensor.nbytes)
 
+    @contextmanager
+    def counting(self, kind: str) -> Iterator[None]:
+        """Inside, storages that operators make are of this kind."""
+        before, self._kind, self._moves = self._kind, kind, True
+        try:
+            yield
+        finally:
+            self._kind = before
+
     def mark_saved(self, tensor: torch.Tensor) -> None:
         """Autograd saves it, so it is an activation and no longer a temporary."""
+        if self._known.get(tensor.untyped_storage()._cdata, ("", 0))[0] == "temporaries":
+            self.mark(tensor, "activations")
+
+    def mark(self, tensor: torch.Tensor, kind: str) -> None:
+        """Change the kind of a counted storage; the engine's own stay as they are."""
         key = tensor.untyped_storage()._cdata
-        kind, nbytes = self._known.get(key, ("", 0))
-        if kind == "temporaries":
-            self._known[key] = ("activations", nbytes)
-            self.ledger.move(nbytes, source="temporaries", target="activations")
+        before, nbytes = self._known.get(key, ("", 0))
+        if nbytes and key not in self._lent:
+            self._known[key] = (kind, nbytes)
+            self.ledger.move(nbytes, source=before, target=kind)
 
     def hold(self, nbytes: int) -> None:
         """Count bytes that are about to be allocated outside of operators."""

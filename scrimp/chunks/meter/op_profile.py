@@ -19,10 +19,12 @@ GENEROUS = 4  # guess, times the inputs: a product of bf16 matrices, summed in f
 
 class Weight(NamedTuple):
     """`need_nbytes`: peak of what the operator allocated. `numbers`: plain numbers among its tensor arguments; torch wraps each
-    in 8 bytes, and autograd may save them. `out_nbytes`, `out_shape`: of its output, if that is one tensor."""
+    in 8 bytes, and autograd may save them. `made_nbytes`: storages of its outputs. `out_nbytes`, `out_shape`: of its output, if
+    that is one tensor."""
 
     need_nbytes: int
     numbers: int
+    made_nbytes: int = 0
     out_nbytes: int = 0
     out_shape: tuple[int, ...] = ()
 
@@ -50,7 +52,7 @@ class Scale:
                 need = max(0, *accumulate(heard(), initial=0))
         dense = isinstance(out, torch.Tensor) and out.layout is torch.strided
         made = (out.nbytes, tuple(out.shape)) if dense else (0, ())
-        weight = Weight(need, _numbers(func, args), *made)
+        weight = Weight(need, _numbers(func, args), min(need, _made_nbytes(out, args)), *made)
         if listening:
             self._keep(signature, weight)
             self._most[func] = max(need, self._most.get(func, 0))
@@ -91,6 +93,12 @@ def signature_of(func: Any, args: Any, kwargs: Any) -> Hashable:
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride() if tensor.layout is torch.strided else tensor.layout, tensor.dtype
+
+
+def _made_nbytes(out: Any, args: Any) -> int:
+    given = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
+    made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _tensors((out,))}
+    return sum(nbytes for key, nbytes in made.items() if key not in given)
 
 
 def _numbers(func: Any, args: Any) -> int:

@@ -35,6 +35,12 @@ class Meter(Protocol):
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
         """Count a storage that the meter did not see being made."""
 
+    def counting(self, kind: str) -> AbstractContextManager[None]:
+        """Inside, storages that operators make are of this kind."""
+
+    def mark(self, tensor: torch.Tensor, kind: str) -> None:
+        """Change the kind of a counted storage."""
+
     def lend(self, tensor: torch.Tensor) -> None:
         """Count a tensor of the batch while the step runs."""
 

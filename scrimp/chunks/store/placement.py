@@ -108,14 +108,14 @@ class Opened:
     def piece(self, slot: Slot, index: int) -> Piece:
         key = slot.start, slot.stop, index
         if key not in self._pieces:
-            inside, span = self.shards.pieces(self.layer, slot)[index]
-            weight = self.weights[span]
+            spans = self.shards.pieces(self.layer, slot)[index]
+            weight = self.weights[spans.weights]
             self._pieces[key] = Piece(
-                inside=inside,
+                inside=spans.inside,
                 weight=weight,
-                gradient=weight if self.gradients is None else self.gradients[span],
-                master=weight if self.own_master else self.master[span],
-                states=[state[field.span(span)] for state, field in zip(self.states, self.fields, strict=True)],
+                gradient=weight if self.gradients is None else self.gradients[spans.gradients],
+                master=weight if self.own_master else self.master[spans.states],
+                states=[state[field.span(spans.states)] for state, field in zip(self.states, self.fields, strict=True)],
             )
         return self._pieces[key]
 
@@ -133,6 +133,6 @@ def placement_nbytes(
 ) -> tuple[int, int, int]:
     """Bytes of a layer's placement on one rank: (weights, separate gradients, masters and states)."""
     trained = shards.trained_numel(layer)
-    gradients = trained * dtype.itemsize if dtype == torch.float32 or micro_batches > 1 else 0
+    gradients = shards.summed_numel(layer) * dtype.itemsize if dtype == torch.float32 or micro_batches > 1 else 0
     rest = sum(field.nbytes(trained) for field in optimized(dtype, fields))
     return shards.numel(layer) * dtype.itemsize, gradients, rest

@@ -25,6 +25,7 @@ from scrimp.chunks.store.placement import DEVICE, DISK, HOST, STREAMED, Opened, 
 from scrimp.chunks.tables.optimizers import AdamW, Optimizer
 from scrimp.chunks.tables.shards import Shards
 from scrimp.chunks.tables.table import ChunkTable, Slot, runs_of, strides
+from scrimp.chunks.tables.tiling import Tiling
 from scrimp.chunks.transfer.collectives import Wire
 from scrimp.chunks.transfer.copy_streams import CopyStreams, Event, Traffic
 from scrimp.chunks.transfer.host_arena import arena
@@ -37,7 +38,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 class Store:
     """Model data of one rank. `wire`: the ranks that shard it. `ranks`: all ranks that train together, if more. `sparse`: they
-    exchange sparse gradients."""
+    exchange sparse gradients. `tiling`: of parameters that a plan splits."""
 
     def __init__(
         self,
@@ -54,8 +55,10 @@ class Store:
         ranks: Wire | None = None,
         sparse: bool = False,
         host_room_nbytes: int | None = None,
+        tiling: Tiling | None = None,
     ) -> None:
         self.table = table
+        self.tiling = tiling
         self.precision = precision
         self.dtype = DTYPES[precision]
         self.device = device
@@ -88,6 +91,7 @@ class Store:
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
         self.resident = [False] * len(table.layers)
+        self.fetches = [0] * len(table.layers)
         self.placements = [self.make_placement(k, tier) for k, tier in enumerate(places or [HOST] * len(table.layers))]
         self.spill = Spilling(self.placements, self.shards, optimizer.fields, books.host, self.traffic)
 
@@ -122,6 +126,7 @@ class Store:
     def make_placement(self, layer: int, tier: Tier) -> Placement:
         """A placement with zeros. With one rank a placement on the device has its weights in the layer's device storage."""
         dtype, numel, trained = self.dtype_of(layer), self.shards.numel(layer), self.shards.trained_numel(layer)
+        summed = self.shards.summed_numel(layer)
         own_master = dtype == torch.float32
         own_gradients = own_master or self.micro_batches > 1
         kept = optimized(dtype, self._fields)
@@ -133,7 +138,7 @@ class Store:
             placement = Placement(
                 tier=tier,
                 weights=self.flats[layer] if self.wire.world == 1 else zeros(numel, dtype=dtype),
-                gradients=zeros(trained, dtype=dtype) if own_gradients and not self.consumed else None,
+                gradients=zeros(summed, dtype=dtype) if own_gradients and not self.consumed else None,
                 master=None,
             )
             tensors = [zeros(field.numel(trained), dtype=field.dtype) for field in kept]
@@ -143,7 +148,7 @@ class Store:
             placement = Placement(
                 tier=tier,
                 weights=arena(numel, dtype, pinned=pinned),
-                gradients=arena(trained, dtype, pinned=pinned) if own_gradients else None,
+                gradients=arena(summed, dtype, pinned=pinned) if own_gradients else None,
                 master=None,
             )
             tensors = [] if tier == DISK else [arena(field.numel(trained), field.dtype) for field in kept]
@@ -219,14 +224,15 @@ class Store:
     def gradients_of(self, layer: int, slot: Slot) -> Iterator[torch.Tensor]:
         self.at_rest(layer)
         placement = self.placements[layer]
-        arena_of = placement.weights if placement.gradients is None else placement.gradients
-        for _, span in self.shards.pieces(layer, slot):
-            yield arena_of[span]
+        for spans in self.shards.pieces(layer, slot):
+            yield placement.weights[spans.weights] if placement.gradients is None else placement.gradients[spans.gradients]
 
     def adopt(self, layer: int, slot: Slot, values: torch.Tensor) -> None:
         """Write a parameter's initial values to weight and master."""
-        source = values.detach().reshape(-1)
+        source = values.detach().reshape(-1) if self.tiling is None else self.tiling.cut(slot.name, values.detach())
         with self.opened(layer, write=True) as data:
+            if slot.share is not None:
+                carry(data.weights[slot.start : slot.stop], source)  # all of it, also what other ranks update
             for piece in data.pieces(slot):
                 carry(piece.weight, source[piece.inside])
                 if slot.trainable and not data.own_master:
@@ -274,6 +280,7 @@ class Store:
         if self.resident[layer]:
             return
         self.open(layer)
+        self.fetches[layer] += 1
         placement = self.placements[layer]
         if self.wire.world == 1:
             gate = self.gates.get(layer)
@@ -369,6 +376,34 @@ class Store:
                     self.copy_streams.wait(event)  # `mine` is a temporary, not the layer's storage, and is freed now
         self._leaving[layer] = events
         self._coming_down[layer] = [*self._coming_down.get(layer, []), *events]
+
+    def take(self, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
+        """Under a plan: a gradient, flat, goes to the layer's tier at once. It has either all elements that this rank
+        accumulates, or those that it updates."""
+        placement, (spans,) = self.placements[layer], self.shards.pieces(layer, slot)
+        assert slot.share is not None
+        if placement.gradients is None:
+            target = placement.weights[spans.weights]
+        elif gradient.numel() == spans.gradients.stop - spans.gradients.start:
+            target = placement.gradients[spans.gradients]
+        else:
+            begin, end = slot.share.summed
+            target = placement.gradients[slot.share.gradient_start :][: end - begin]
+        gradient = gradient.view(-1)
+        if placement.tier in (DEVICE, STREAMED):
+            target.copy_(gradient) if first else target.add_(gradient)
+            if placement.gradients is None:
+                self._as_gradients[layer] += target.nbytes
+                self.ledger.move(target.nbytes, source="parameters", target="gradients")
+            return
+        if first:
+            event = self.copy_streams.down(target, gradient)
+            self.copy_streams.wait(event)  # the gradient is a temporary, and is freed now
+            self._coming_down[layer] = [*self._coming_down.get(layer, []), event]
+        else:
+            self.arrived_on_host(layer)
+            target.add_(gradient.to(target.device))
+        self.traffic.down_nbytes += target.nbytes
 
     def _padding_nbytes(self, layer: int) -> int:
         return self.table.layers[layer].padding * self.dtype_of(layer).itemsize

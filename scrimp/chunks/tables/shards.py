@@ -10,8 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from scrimp.chunks.tables.table import ChunkTable, Slot
+from scrimp.chunks.tables.table import ChunkTable, Share, Slot
+
+
+class Spans(NamedTuple):
+    """A contiguous part of a parameter: in the parameter itself, and in the arenas of weights, gradients and states."""
+
+    inside: slice
+    weights: slice
+    gradients: slice
+    states: slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +57,34 @@ class Shards:
             return trained
         return sum((stop - start) // self.world for start, stop in self.table.chunks(layer) if start < trained)
 
+    def summed_numel(self, layer: int) -> int:
+        """Elements of an arena of gradients."""
+        summed = self.table.layers[layer].summed
+        return self.trained_numel(layer) if summed is None else summed
+
+    def aligned(self, layer: int) -> bool:
+        """Whether a part of a parameter is at the same place in all arenas."""
+        return self.table.layers[layer].summed is None
+
     def chunks(self, layer: int) -> tuple[slice, ...]:
         return self._spans[layer]
 
-    def pieces(self, layer: int, slot: Slot) -> tuple[tuple[slice, slice], ...]:
-        """This rank's part of a slot, as spans (in the parameter, in the arenas), joined where they touch."""
+    def pieces(self, layer: int, slot: Slot) -> tuple[Spans, ...]:
+        """This rank's part of a slot, joined where it is contiguous."""
         key = layer, slot.start, slot.stop
         if key not in self._found:
             self._found[key] = (*self._pieces(layer, slot),)
         return self._found[key]
 
     @cached_property
-    def _found(self) -> dict[tuple[int, int, int], tuple[tuple[slice, slice], ...]]:
+    def _found(self) -> dict[tuple[int, int, int], tuple[Spans, ...]]:
         """Cache of `pieces`, which is called several times per step."""
         return {}
 
-    def _pieces(self, layer: int, slot: Slot) -> Iterator[tuple[slice, slice]]:
+    def _pieces(self, layer: int, slot: Slot) -> Iterator[Spans]:
+        if slot.share is not None:
+            yield _shared(slot, slot.share)
+            return
         joined: tuple[int, int, int] | None = None  # start in the parameter, start in the arena, length
         for (start, stop), shard in zip(self.table.chunks(layer), self._spans[layer], strict=True):
             length = (stop - start) // self.world
@@ -81,5 +103,16 @@ class Shards:
             yield _spans(*joined)
 
 
-def _spans(inside: int, place: int, length: int) -> tuple[slice, slice]:
-    return slice(inside, inside + length), slice(place, place + length)
+def _spans(inside: int, place: int, length: int) -> Spans:
+    span = slice(place, place + length)
+    return Spans(slice(inside, inside + length), span, span, span)
+
+
+def _shared(slot: Slot, share: Share) -> Spans:
+    (start, stop), first = share.updated, share.summed[0]
+    return Spans(
+        slice(start, stop),
+        slice(slot.start + start, slot.start + stop),
+        slice(share.gradient_start + start - first, share.gradient_start + stop - first),
+        slice(share.state_start, share.state_start + stop - start),
+    )

@@ -21,6 +21,18 @@ ALIGN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
+class Share:
+    """Under a plan: the part of a slot that this rank updates, where other ranks update the rest. `updated`: its elements
+    [start, stop) of the slot. `summed`: those whose gradient this rank accumulates; they include the updated ones.
+    `gradient_start` and `state_start`: where both begin in the layer's arenas of gradients and of states."""
+
+    updated: tuple[int, int]
+    summed: tuple[int, int]
+    gradient_start: int
+    state_start: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Slot:
     """A parameter's place in its layer's flat space, in elements."""
 
@@ -28,6 +40,7 @@ class Slot:
     shape: tuple[int, ...]
     start: int
     trainable: bool
+    share: Share | None = None
 
     @property
     def numel(self) -> int:
@@ -49,6 +62,7 @@ class LayerSpace:
     needs: tuple[int, ...]  # layers that must be resident with this one: itself, and the owners of parameters it shares
     wide: bool = False  # fp32 whatever the precision: parameters of modules with running statistics
     wrapped: bool = True  # False: it has no module of its own, but is the fp32 part of the next layer, and fetched with it
+    summed: int | None = None  # elements of accumulated gradients, where a plan makes them other than the trained ones
 
     @property
     def padding(self) -> int:
@@ -82,9 +96,9 @@ class ChunkTable:
                     raise RunError(f"slot {slot.name} [{slot.start}, {slot.stop}) of layer '{layer.path}' overlaps or leaves it")
                 if slot.name in seen:
                     raise RunError(f"parameter {slot.name} has two slots")
-                if slot.start % ALIGN:
+                if slot.start % ALIGN and slot.share is None:
                     raise RunError(f"slot {slot.name} starts at {slot.start}, off the {ALIGN}-element border")
-                if slot.trainable and slot.stop > layer.trained:
+                if slot.trainable and slot.share is None and slot.stop > layer.trained:
                     raise RunError(f"slot {slot.name} is trained, but lies beyond {layer.trained}, where states end")
                 seen.add(slot.name)
                 position = slot.stop

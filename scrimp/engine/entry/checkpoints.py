@@ -54,6 +54,8 @@ def _together(sizes: list[int]) -> int:
 
 def full_values(engine: Training, places: list[tuple[int, Slot]]) -> list[torch.Tensor]:
     """Parameters in fp32 on the CPU, from the shards of all ranks."""
+    if engine.store.tiling is not None:
+        return [_planned_values(engine, layer, slot) for layer, slot in places]
     full = torch.zeros(sum(slot.numel for _, slot in places), dtype=torch.float32)
     parts = torch.split(full, [slot.numel for _, slot in places])
     for layer, rows in groupby(zip(places, parts, strict=True), key=lambda row: row[0][0]):
@@ -66,6 +68,15 @@ def full_values(engine: Training, places: list[tuple[int, Slot]]) -> list[torch.
         return [full.view(places[0][1].shape)]
     parts = torch.split(full, [slot.numel for _, slot in places])
     return [part.view(slot.shape).clone() for part, (_, slot) in zip(parts, places, strict=True)]  # not a view of the bucket
+
+
+def _planned_values(engine: Training, layer: int, slot: Slot) -> torch.Tensor:
+    store = engine.store
+    assert store.tiling is not None
+    with store.opened(layer) as data:
+        (piece,) = data.pieces(slot)
+        mine = (piece.master if slot.trainable else piece.weight).to(engine.wire.device, torch.float32, copy=True)
+    return store.tiling.whole(slot.name, mine).cpu()
 
 
 def save_state(engine: Training, folder: str | Path) -> None:

@@ -83,14 +83,15 @@ def _check_alike(engine: Training, chosen: Chosen, full: dict[int, nn.Parameter]
 def _write_back(engine: Training, chosen: Chosen, full: dict[int, nn.Parameter]) -> None:
     by_layer: dict[int, list[tuple[Slot, torch.Tensor]]] = {}
     for key, (layer, slot) in chosen.items():
-        by_layer.setdefault(layer, []).append((slot, full[key].detach().reshape(-1)))
+        by_layer.setdefault(layer, []).append((slot, full[key].detach()))
     for layer, rows in by_layer.items():
         with engine.store.opened(layer) as data:
             edited = [
                 (slot, values)
                 for slot, values in rows
                 if not all(
-                    _same(values[piece.inside], piece.master if slot.trainable else piece.weight) for piece in data.pieces(slot)
+                    _same(_mine(engine, slot, values)[piece.inside], piece.master if slot.trainable else piece.weight)
+                    for piece in data.pieces(slot)
                 )
             ]
         if edited:
@@ -98,6 +99,12 @@ def _write_back(engine: Training, chosen: Chosen, full: dict[int, nn.Parameter])
                 for slot, values in edited:
                     engine.store.adopt(layer, slot, values)
             engine.store.drop(layer)  # a copy on the device would have the old values
+
+
+def _mine(engine: Training, slot: Slot, values: torch.Tensor) -> torch.Tensor:
+    """What the slot holds of a parameter, flat."""
+    tiling = engine.store.tiling
+    return values.reshape(-1) if tiling is None else tiling.cut(slot.name, values)
 
 
 def _same(values: torch.Tensor, there: torch.Tensor) -> bool:

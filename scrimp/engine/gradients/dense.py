@@ -53,9 +53,13 @@ class DenseExchange:
             if engine.wire.world == 1 and engine.micro_batches == 1 and not engine.store.anchored(layer):
                 self._norms.update({slot.name: gradient_norm(engine.store.device_view(layer, slot)) for slot in slots})
         elif engine.residents.following and engine.current.last_part and engine.store.placements[layer].tier != DEVICE:
-            self._started.update(slot.name for slot in slots)
-            updating = engine.updating
-            updating.start(layer, slots, updating.numbers(slots, engine.counts), engine.steps, None)
+            self._start(engine, layer, slots)
+
+    def _start(self, engine: Training, layer: int, slots: list[Slot]) -> None:
+        """Start a layer's update while the backward goes on."""
+        self._started.update(slot.name for slot in slots)
+        updating = engine.updating
+        updating.start(layer, slots, updating.numbers(slots, engine.counts), engine.steps, None)
 
     def finish(self, engine: Training) -> None:
         """After the last backward: check the gradients, then update, or restore the weights."""

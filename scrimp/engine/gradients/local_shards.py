@@ -30,8 +30,8 @@ def shares_of(store: Store) -> list[list[Share]]:
     for layer, space in enumerate(store.table.layers):
         here = []
         for slot in space.slots:
-            for index, (inside, _) in enumerate(store.shards.pieces(layer, slot) if slot.trainable else ()):
-                name = slot.name if store.wire.world == 1 else f"{slot.name}@{inside.start}"
-                here.append(Share(slot=slot, index=index, name=name, numel=inside.stop - inside.start))
+            for index, spans in enumerate(store.shards.pieces(layer, slot) if slot.trainable else ()):
+                name = slot.name if store.wire.world == 1 else f"{slot.name}@{spans.inside.start}"
+                here.append(Share(slot=slot, index=index, name=name, numel=spans.inside.stop - spans.inside.start))
         found.append(here)
     return found

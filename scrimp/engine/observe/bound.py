@@ -268,7 +268,8 @@ def _end_seconds(store: Store, plan: Planned, forward: dict[int, float], by_host
 def _gradients_nbytes(store: Store, layer: int) -> int:
     """Gradient bytes that go down from this rank, without the padding between parameters, which is not sent."""
     slots = [slot for slot in store.table.layers[layer].slots if slot.trainable]
-    numel: int = sum(span.stop - span.start for slot in slots for _, span in store.shards.pieces(layer, slot))
+    pieces = (spans.inside for slot in slots for spans in store.shards.pieces(layer, slot))
+    numel: int = sum(inside.stop - inside.start for inside in pieces)
     return numel * store.dtype_of(layer).itemsize * store.micro_batches  # in every micro-batch
 
 

@@ -114,7 +114,7 @@ def adopt(model: nn.Module, store: Store, weights: Source | None = None, *, hook
         for entry in entries:
             empty = entry.original
             assert isinstance(empty, EmptyParameter)
-            weight = entry.put(store.device_view(index, entry.slot))
+            weight = entry.put(_view(store, index, entry))
             vars(weight).update(vars(empty))  # attributes that the user set on it
             entry.hooks(weight)
             taken.places[id(weight)], taken.meta_parameters[id(weight)] = (index, entry.slot), empty
@@ -122,6 +122,16 @@ def adopt(model: nn.Module, store: Store, weights: Source | None = None, *, hook
         if not store.resident[index]:
             storage.resize_(0)
     return taken
+
+
+def _view(store: Store, index: int, entry: EmptiedParameter) -> torch.Tensor:
+    """A view of the layer's device storage. Under a plan, which splits parameters: a whole tensor whose storage is empty, until a
+    forward of the model itself gathers it."""
+    if store.tiling is None:
+        return store.device_view(index, entry.slot)
+    whole = torch.empty(store.tiling.shape(entry.slot.name), dtype=store.dtype_of(index), device=store.device)
+    whole.untyped_storage().resize_(0)
+    return whole
 
 
 def _entries(model: nn.Module, store: Store, hooks: Hooks) -> list[list[EmptiedParameter]]:

@@ -11,6 +11,7 @@ from torch import nn
 from scrimp._arguments import KEEP, OFFLOAD, RECOMPUTE
 from scrimp.chunks import SGD, AdamW, Optimizer
 from scrimp.engine.setup.budget import Memory
+from scrimp.engine.setup.empty_parameter import EmptyParameter
 from scrimp.engine.step.layer_forward import is_taken
 from scrimp.errors import RunError
 from scrimp.exchange import Dense, Sparse
@@ -20,7 +21,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 
 
 def check_model(model: nn.Module) -> None:
-    if is_taken(model):
+    if is_taken(model) or any(isinstance(parameter, EmptyParameter) for parameter in model.parameters()):
         raise RunError("another engine has adopted this model; build a new model, and load what was saved into its engine")
 
 

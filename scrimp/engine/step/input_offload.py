@@ -98,7 +98,7 @@ class LayerInputs:
         source = first.detach()
         if len(tensors) > 1 or first.numel() >= numel:  # no gaps, or another tensor fills them
             source = source.as_strided((numel,), (1,))
-        there = self._host(source)
+        there = on_host(self._store, self._meter, source, "inputs of recomputed layers")
         done = self._store.copy_streams.down(there.view(source.shape), source)
         if source.is_cuda:
             source.record_stream(self._store.copy_streams.downward)
@@ -114,29 +114,31 @@ class LayerInputs:
         )
         return _Stretch(views=views, numel=numel, there=there, done=done)
 
-    def _host(self, leaf: torch.Tensor) -> torch.Tensor:
-        host, room = self._store.books.host, self._store.host_room_nbytes
-        # Staging buffers of layers on disk may be free now, but will be needed again.
-        need = host.total_nbytes - host.now["temporaries"] + self._store.spill.need_nbytes + leaf.nbytes
-        if room is not None and need > room:
-            parts = {kind: nbytes for kind, nbytes in host.now.items() if kind != "temporaries"}
-            parts |= {"staging for layers on disk": self._store.spill.need_nbytes, "the next input": leaf.nbytes}
-            words = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in parts.items() if nbytes)
-            raise FitError(
-                "inputs of recomputed layers do not fit on the device, and offloaded to the host they need "
-                f"{format_nbytes(need)} or more of {format_nbytes(room)} there ({words}). "
-                "Use a smaller batch, more micro_batches, or a larger Memory(host=...)",
-                tier="host",
-            )
-        if self._store.copy_streams.overlapped:
-            there = torch.empty(leaf.numel(), dtype=leaf.dtype, pin_memory=True)
-        else:
-            there = arena(leaf.numel(), leaf.dtype)
-            self._meter.ignore(there)
-        nbytes = there.nbytes
-        host.charge("activations", nbytes)
-        weakref.finalize(there.untyped_storage(), host.free, "activations", nbytes)
-        return there
+
+def on_host(store: Store, meter: Meter, leaf: torch.Tensor, what: str) -> torch.Tensor:
+    """A host buffer for the elements of a tensor, charged as long as it lives. `what` is offloaded, for the error if there is no
+    room."""
+    host, room = store.books.host, store.host_room_nbytes
+    # Staging buffers of layers on disk may be free now, but will be needed again.
+    need = host.total_nbytes - host.now["temporaries"] + store.spill.need_nbytes + leaf.nbytes
+    if room is not None and need > room:
+        parts = {kind: nbytes for kind, nbytes in host.now.items() if kind != "temporaries"}
+        parts |= {"staging for layers on disk": store.spill.need_nbytes, "the next one": leaf.nbytes}
+        words = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in parts.items() if nbytes)
+        raise FitError(
+            f"{what} do not fit on the device, and offloaded to the host they need {format_nbytes(need)} or more of "
+            f"{format_nbytes(room)} there ({words}). Use a smaller batch, more micro_batches, or a larger Memory(host=...)",
+            tier="host",
+        )
+    if store.copy_streams.overlapped:
+        there = torch.empty(leaf.numel(), dtype=leaf.dtype, pin_memory=True)
+    else:
+        there = arena(leaf.numel(), leaf.dtype)
+        meter.ignore(there)
+    nbytes = there.nbytes
+    host.charge("activations", nbytes)
+    weakref.finalize(there.untyped_storage(), host.free, "activations", nbytes)
+    return there
 
 
 def _version(leaf: Any) -> int | None:

@@ -37,17 +37,17 @@ def receiving(engine: weakref.ref[Training]) -> Callable[[torch.Tensor], None]:
 
 class Hooks:
     """The user's post-accumulate hooks, by the id of the weight. They are refused if `micro_batches` is more than 1: a hook would
-    see one micro-batch's gradient, where plain PyTorch shows it the sum so far."""
+    see one micro-batch's gradient, where plain PyTorch shows it the sum so far. Under a plan all hooks are refused."""
 
-    def __init__(self, *, micro_batches: int) -> None:
-        self._micro_batches = micro_batches
+    def __init__(self, *, micro_batches: int, planned: bool = False) -> None:
+        self._micro_batches, self._planned = micro_batches, planned
         self._by_weight: dict[int, dict[int, Hook]] = {}
 
     def adopt(self, source: nn.Parameter, name: str) -> Callable[[nn.Parameter], None]:
         """Takes a parameter's hooks; the result gives them to the weight that replaces it. The user's handles still work."""
         share = share_tensor_hooks(source)
         post = post_accumulate_hooks(source)
-        if post:
+        if post or (self._planned and source._backward_hooks):
             self._check(name)
 
         def give(weight: nn.Parameter) -> None:
@@ -68,6 +68,8 @@ class Hooks:
         return [*self._by_weight.get(id(weight), {}).values()]
 
     def _check(self, name: str) -> None:
+        if self._planned:
+            raise RunError(f"{name} has a hook: under a plan autograd does not run, and no rank has a whole gradient; remove it")
         if self._micro_batches > 1:
             raise RunError(
                 f"{name} has a post-accumulate hook, and gradients are accumulated over several micro-batches: the hook would "

@@ -247,7 +247,7 @@ class Residents:
         self._close_schedule_step()
         self._current = needs
         self._empty = (layer,) if empty else ()
-        self.say(Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD)
+        self.say(self.phase)
         at = len(self.trace)
         if self._schedule is not None and (at >= len(self._expected) or self._expected[at] != needs):
             self._schedule, self.mode = None, Mode.TRACE  # the order differs from the schedule
@@ -264,7 +264,7 @@ class Residents:
         if self._schedule is not None and self.store.wire.world == 1:
             for other in self._schedule.ahead[at]:
                 self._fetch(other)
-        self.timing.resume(backward=torch._C._current_graph_task_id() != -1)
+        self.timing.resume(backward=self.phase is Phase.BACKWARD)
 
     @property
     def following(self) -> bool:

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from scrimp.chunks import DISK, Gate, Piece, Rules, Slot, Store, Updater, Worker, region_requests
+from scrimp.chunks import DISK, Gate, Piece, Rules, Slot, Spans, Store, Updater, Worker, region_requests
 
 WRITE, READ = 0, 1  # writes go first, because a write frees a staging buffer
 
@@ -192,27 +192,27 @@ class DiskUpdates:
             self._fail(error)
             raise
 
-    def _spans(self, tile: _Tile) -> Iterator[tuple[Slot, int, slice, slice]]:
-        """The part of each slot in a tile, as spans (in the parameter, in the arenas). They begin at multiples of 64 elements
-        of the parameter, as tiles and slots do, so that no bit depends on the size of tiles."""
+    def _spans(self, tile: _Tile) -> Iterator[tuple[Slot, int, Spans]]:
+        """The part of each slot in a tile. It begins at a multiple of 64 elements of the parameter, as tiles and slots do, so
+        that no bit depends on the size of tiles."""
         for slot, count in tile.update.slots:
-            for inside, span in self._store.shards.pieces(tile.update.layer, slot):
-                start, stop = max(span.start, tile.start), min(span.stop, tile.stop)
+            for spans in self._store.shards.pieces(tile.update.layer, slot):
+                start, stop = max(spans.states.start, tile.start), min(spans.states.stop, tile.stop)
                 if start < stop:
-                    first = inside.start + start - span.start
-                    yield slot, count, slice(first, first + stop - start), slice(start, stop)
+                    first, length = start - spans.states.start, stop - start
+                    yield slot, count, Spans(*(slice(each.start + first, each.start + first + length) for each in spans))
 
     def _pieces(self, tile: _Tile, stage: list[torch.Tensor]) -> Iterator[tuple[Slot, int, Piece, bool]]:
         placement = self._store.placements[tile.update.layer]
         own_master = placement.weights.dtype == torch.float32
-        for slot, count, inside, span in self._spans(tile):
-            weight = placement.weights[span]
-            here = slice(span.start - tile.start, span.stop - tile.start)
+        for slot, count, spans in self._spans(tile):
+            weight = placement.weights[spans.weights]
+            here = slice(spans.states.start - tile.start, spans.states.stop - tile.start)
             tensors = self._store.spill.part(placement, stage, here)
             piece = Piece(
-                inside=inside,
+                inside=spans.inside,
                 weight=weight,
-                gradient=weight if placement.gradients is None else placement.gradients[span],
+                gradient=weight if placement.gradients is None else placement.gradients[spans.gradients],
                 master=weight if own_master else tensors[0],
                 states=tensors if own_master else tensors[1:],
             )

@@ -57,20 +57,22 @@ def check_gradients(
     loss_scale: float,
 ) -> GradientCheck:
     """All ranks get the same result. `known`: norms that were computed on the device, while the gradients were there."""
-    rows = []
+    rows, together = [], store.wire.world > 1 or store.tiling is not None
     for layer, slot in arrived:
         if slot.name in known:
             rows.append(known[slot.name])
             continue
         parts = [gradient_norm(gradient) for gradient in store.gradients_of(layer, slot)]
-        if store.wire.world > 1:
+        if store.tiling is not None and not store.tiling.counts(slot.name):
+            parts = [torch.zeros(())]  # another rank counts it
+        if together:
             parts = [sum((part.cpu() * part.cpu() for part in parts), start=torch.zeros(()))]
         rows.append(parts[0] if parts else torch.zeros(()))  # of a parameter without elements
     if not rows:
         return GradientCheck()
     norms = _on_host(rows)
-    if store.wire.world > 1:
-        norms = store.wire.sum(norms).sqrt()
+    if together:
+        norms = (store.wire if store.tiling is None else store.ranks).sum(norms).sqrt()
     total = torch.linalg.vector_norm(norms) / loss_scale
     bad = None
     if not bool(torch.isfinite(total)):

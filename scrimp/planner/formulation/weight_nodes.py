@@ -16,6 +16,7 @@ import numpy as np
 from scrimp._arguments import RECOMPUTE
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
+from scrimp.planner.cost.zero_levels import GRADIENTS as GRADIENT_AXES
 from scrimp.planner.cost.zero_levels import STATES, AtRest, Used, at_rest, axes_at_rest, levels
 from scrimp.planner.formulation.builder import (
     BACKWARD,
@@ -110,14 +111,17 @@ def _reduced(
     if made is None:
         return
     mesh, itemsize = problem.moves.mesh, ITEMSIZE[model.values[gradient].dtype]
-    rows = []
+    own, rows = problem.precision.gradient > 0, []
     for option in problem.ways[k, group].spread(model.options[group]):
         place, of = option.needed[name], option.made.get(gradient)
         partial = of.partial if of is not None else ()
         nbytes, row = problem.numel(place) * itemsize, []
         for level in choices:
-            over = axes_at_rest(place.axes, level, mesh)[STATES]
-            row.append((nbytes if partial or over else 0) + (nbytes if model.values[gradient].order else 0))
+            axes = axes_at_rest(place.axes, level, mesh)
+            over, now = axes[STATES], partial
+            if own and (problem.accumulated or axes[GRADIENT_AXES] != over):  # the rest is summed at the end of the step
+                over, now = axes[GRADIENT_AXES], tuple(axis for axis in partial if axis in axes[GRADIENT_AXES])
+            row.append((nbytes if now or over else 0) + (nbytes if model.values[gradient].order else 0))
         rows.append(row)
     after = part.point(made) + 1
     problem.sketch.pair_hold(*pair, after, after, SCRATCH, np.array(rows, np.int64))

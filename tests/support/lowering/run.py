@@ -84,7 +84,7 @@ def metered(
     runner: type[Runner] = Interpreter,
 ) -> tuple[float, LiveBytes, _Metered]:
     """One step of one rank. Bytes: all live storages but those of moves under way, and what is at rest."""
-    shards = _Metered(lowered.rest, comm, whole)
+    shards = _Metered(lowered, comm, whole)
     run = runner(lowered, comm, shards)
     part = {name: cut(tensor, lowered.batch[name], comm.mesh, comm.rank).clone() for name, tensor in batch.items()}
     now = [""]

@@ -1,0 +1,94 @@
+"""This rank's part of a batch: cut out of the global batch, or given as it is. Shapes tell which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from scrimp.engine.lowered.program import Program
+from scrimp.errors import RunError
+from scrimp.layout import Mesh
+from scrimp.lower import cut, local_shape
+from scrimp.planner import Placed
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPart:
+    """The part of one tensor of the batch that a rank takes. `index`: slices of the global tensor, one for each dim; None if the
+    part is not a box of it. `place`: the placement by which the engine cuts."""
+
+    shape: tuple[int, ...]
+    of: tuple[int, ...]
+    index: tuple[slice, ...] | None
+    place: Placed
+
+
+def parts_of(program: Program, rank: int) -> dict[str, BatchPart]:
+    """By tensor of the batch, of a whole step: all its micro-batches."""
+    mesh, count, found = program.plan.mesh, program.micro_batches, {}
+    for each in program.plan.batch:
+        place = program.lowered.batch[each.name]
+        local = local_shape(place, mesh)
+        found[each.name] = BatchPart(
+            shape=(local[0] * count, *local[1:]) if local else (),
+            of=(each.shape[0] * count, *each.shape[1:]) if each.shape else (),
+            index=_box(place, mesh, rank) if count == 1 else None,
+            place=place,
+        )
+    return found
+
+
+def _box(place: Placed, mesh: Mesh, rank: int) -> tuple[slice, ...] | None:
+    """A tile is a box where only the first factor of a dim that is more than 1 is split."""
+    index = []
+    for dim in place.dims:
+        sizes = [(size, axes) for size, axes in dim if size > 1 or axes]
+        if any(axes for _, axes in sizes[1:]):
+            return None
+        whole = 1
+        for size, _ in dim:
+            whole *= size
+        start, stop = 0, whole
+        for axis in sizes[0][1] if sizes else ():
+            length = (stop - start) // mesh.axis_size(axis)
+            start += mesh.coordinate(rank, axis) * length
+            stop = start + length
+        index.append(slice(start, stop))
+    return tuple(index)
+
+
+def micro_batches(
+    program: Program,
+    parts: Mapping[str, BatchPart],
+    given: Mapping[str, torch.Tensor],
+    rank: int,
+    count: int,
+) -> list[dict[str, torch.Tensor]]:
+    """This rank's part of each micro-batch, by name. `count`: micro-batches in this batch."""
+    if given.keys() != parts.keys():
+        raise RunError(f"the plan's batch has {', '.join(parts)}, this one {', '.join(given)}")
+    kinds = set()
+    for name, tensor in given.items():
+        whole, mine = (_scaled(shape, count, program.micro_batches) for shape in (parts[name].of, parts[name].shape))
+        shape = tuple(tensor.shape)
+        if shape not in (whole, mine):
+            raise RunError(
+                f"'{name}' of the batch has the shape {shape}: under this plan it is {whole}, the global batch, the same on "
+                f"every rank; or {mine}, this rank's part (engine.batch_part says which)"
+            )
+        if whole != mine:
+            kinds.add(shape == whole)
+    if len(kinds) > 1:
+        raise RunError("some tensors of the batch are global, others are this rank's part: give all of one kind")
+    found: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+    for name, tensor in given.items():
+        cutting = tuple(tensor.shape) != _scaled(parts[name].shape, count, program.micro_batches)
+        for k, part in enumerate(tensor.chunk(count) if count > 1 else (tensor,)):
+            found[k][name] = cut(part, parts[name].place, program.plan.mesh, rank) if cutting else part
+    return found
+
+
+def _scaled(shape: tuple[int, ...], count: int, all_of: int) -> tuple[int, ...]:
+    return (shape[0] * count // all_of, *shape[1:]) if shape else ()

@@ -1,0 +1,55 @@
+"""Implements `Tiling` by a plan's placements: parameters whole on one side, shares of their tiles on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+
+from scrimp.lower import Communicator, Rest, flat_tile, gathered, made_whole
+
+Box = tuple[tuple[int, int, int], ...]
+
+
+class PlannedTiling:
+    def __init__(self, rest: Mapping[str, Rest], comm: Communicator) -> None:
+        self.rest, self.comm = rest, comm
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.rest[name].shape
+
+    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        each, mesh, rank = self.rest[name], self.comm.mesh, self.comm.rank
+        start, stop = each.span(each.weight, mesh, rank)
+        return flat_tile(whole, each, mesh, rank).view(-1)[start:stop]
+
+    def whole(self, name: str, mine: torch.Tensor) -> torch.Tensor:
+        each = self.rest[name]
+        return made_whole(self.comm, gathered(self.comm, mine, each, self._over(each)), each.use)
+
+    def counts(self, name: str) -> bool:
+        return self._first(self.rest[name], self.comm.rank)
+
+    def extent(self, name: str, rank: int) -> tuple[Box, int, int] | None:
+        each, mesh = self.rest[name], self.comm.mesh
+        if not self._first(each, rank):
+            return None
+        box = []
+        for size, axes in (factor for dim in each.use.dims for factor in dim):
+            count, index = prod(mesh.axis_size(axis) for axis in axes), 0
+            for axis in axes:
+                index = index * mesh.axis_size(axis) + mesh.coordinate(rank, axis)
+            box.append((size, index * (size // count), size // count))
+        start, stop = each.span(self._over(each), mesh, rank)
+        most = each.tile_numel(mesh)
+        return tuple(box), min(start, most), min(stop, most)
+
+    def _over(self, each: Rest) -> tuple[str, ...]:
+        """The axes over which what a rank updates is sharded. A frozen weight has no states; its share of the weight counts."""
+        return each.states if each.trained else each.weight
+
+    def _first(self, each: Rest, rank: int) -> bool:
+        sharded = {*each.use.axes, *self._over(each)}
+        mesh = self.comm.mesh
+        return all(mesh.coordinate(rank, axis) == 0 for axis in mesh.names if axis not in sharded)
