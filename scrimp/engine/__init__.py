@@ -16,6 +16,7 @@ Read in this order:
     _training.py  `Training`: all parts of an engine, and the step as a sequence of phases
     setup/        arguments, budget, first placement; the engine adopts the model's parameters
     step/         one forward and backward: layers are fetched before use and evicted after it; a failed attempt is undone
+    lowered/      under a plan: the plan's program runs in place of the model, and model data is sharded as the plan says
     gradients/    how a gradient leaves the model: dense (averaged) or sparse (top-k with error feedback)
     update/       the global gradient check, then the optimizer on device, host or disk, overlapped with the next step
     schedule/     a traced step becomes a schedule: placement of layers, kept activations, prefetch and eviction
@@ -24,6 +25,7 @@ Read in this order:
     chunked_loss.py  cross-entropy that never holds all logits
 
 One fetch:     step/layer_forward.py -> step/residency.py -> chunks/store/store.py
+Under a plan:  _training.py (`_run_planned`) -> lowered/run.py -> lower/source.py -> lowered/weights.py
 One gradient:  _training.py (`receive`) -> gradients/dense.py -> update/update.py -> chunks/update/update.py
 """
 

@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 
 from scrimp.chunks.store.disk_tier import Spilling, spill_file
+from scrimp.chunks.store.gradients import retire, take
 from scrimp.chunks.store.migrate import migrate
 from scrimp.chunks.store.placement import DEVICE, DISK, HOST, STREAMED, Opened, Placement, Tier, optimized, placement_nbytes
 from scrimp.chunks.tables.optimizers import AdamW, Optimizer
 from scrimp.chunks.tables.shards import Shards
-from scrimp.chunks.tables.table import ChunkTable, Slot, runs_of, strides
+from scrimp.chunks.tables.table import ChunkTable, Slot, strides
 from scrimp.chunks.tables.tiling import Tiling
 from scrimp.chunks.transfer.collectives import Wire
 from scrimp.chunks.transfer.copy_streams import CopyStreams, Event, Traffic
@@ -82,11 +83,11 @@ class Store:
         self._disk = disk
         self._opened: dict[int, Opened] = {}
         self._arriving: dict[int, list[Event]] = {}
-        self._leaving: dict[int, list[Event]] = {}
+        self.leaving: dict[int, list[Event]] = {}
         self._wanted: set[int] = set()  # layers with a buffer on the device, whose weights are still being updated
-        self._coming_down: dict[int, list[Event]] = {}  # copies down that the host has not waited for
+        self.coming_down: dict[int, list[Event]] = {}  # copies down that the host has not waited for
         self.gates: dict[int, Gate] = {}  # of layers that are being updated
-        self._as_gradients = [0] * len(table.layers)  # bytes of a layer's device storage that hold gradients now
+        self.as_gradients = [0] * len(table.layers)  # bytes of a layer's device storage that hold gradients now
         self.flats = [torch.empty(space.numel, dtype=self.dtype_of(k), device=device) for k, space in enumerate(table.layers)]
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
@@ -215,7 +216,7 @@ class Store:
 
     def take_coming_down(self, layer: int) -> list[torch.cuda.Event]:
         """Hands over the events of copies down, to a caller that waits for them elsewhere."""
-        return [event for event in self._coming_down.pop(layer, []) if event is not None]
+        return [event for event in self.coming_down.pop(layer, []) if event is not None]
 
     def direct(self, layer: int) -> Opened:
         """A layer's data in its placement, without waiting: for whoever updates it."""
@@ -248,8 +249,8 @@ class Store:
 
     def settled(self, layer: int) -> None:
         """The storage of a layer that stays on the device holds weights again, not gradients."""
-        self.ledger.move(self._as_gradients[layer], source="gradients", target="parameters")
-        self._as_gradients[layer] = 0
+        self.ledger.move(self.as_gradients[layer], source="gradients", target="parameters")
+        self.as_gradients[layer] = 0
 
     def migrate(self, layer: int, tier: Tier) -> None:
         """Move a layer between host and device; to or from `STREAMED` only its weights move."""
@@ -259,7 +260,7 @@ class Store:
     def passed(self, layer: int, updated: Event, placement: Event) -> None:
         """A streamed update is running: new weights are ready, and states are back on the host, after these events."""
         self._arriving[layer] = [updated]
-        self._coming_down[layer] = [placement]
+        self.coming_down[layer] = [placement]
 
     # Layers on the device.
 
@@ -317,15 +318,15 @@ class Store:
             return
         self._wanted.discard(layer)
         self.arrived(layer)
-        for event in self._leaving.pop(layer, []):
+        for event in self.leaving.pop(layer, []):
             self.copy_streams.wait(event)
         self.before_change()
         self.flats[layer].untyped_storage().resize_(0)
-        padding, gradients = self._padding_nbytes(layer), self._as_gradients[layer]
+        padding, gradients = self._padding_nbytes(layer), self.as_gradients[layer]
         self.ledger.free("parameters", self.nbytes(layer) - padding - gradients)
         self.ledger.free("gradients", gradients)
         self.ledger.free("padding", padding)
-        self._as_gradients[layer] = 0
+        self.as_gradients[layer] = 0
         self.resident[layer] = False
 
     # Gradients.
@@ -340,70 +341,19 @@ class Store:
             return
         self.device_view(layer, slot).copy_(gradient)
         nbytes = slot.numel * self.dtype_of(layer).itemsize
-        self._as_gradients[layer] += nbytes
+        self.as_gradients[layer] += nbytes
         self.ledger.move(nbytes, source="parameters", target="gradients")
 
     def retire(self, layer: int, arrived: list[tuple[Slot, bool]]) -> None:
         """Average a layer's gradients over the ranks and copy them to the layer's tier; `drop` then evicts the layer. Each slot
         has a flag: the first gradient of the step is copied, later ones are added. Slots without a gradient do not change."""
-        if self.anchored(layer):
-            return
-        placement = self.placements[layer]
-        events: list[Event] = []
-        runs = runs_of(arrived)
-        for (start, stop), shard in zip(self.table.chunks(layer), self.shards.chunks(layer), strict=True):
-            if not any(begin < stop and end > start for begin, end, _ in runs):
-                continue
-            mine = self.wire.reduce(self.flats[layer][start:stop])
-            offset = start + self.wire.rank * mine.numel()  # where this rank's shard begins in the layer
-            into = (placement.weights if placement.gradients is None else placement.gradients)[shard.start :]
-            for run_start, run_stop, first in runs:
-                begin, end = max(run_start, offset), min(run_stop, offset + mine.numel())
-                if begin >= end:
-                    continue
-                target, source = into[begin - offset : end - offset], mine[begin - offset : end - offset]
-                if placement.tier == DEVICE:
-                    target.copy_(source) if first else target.add_(source)
-                    continue
-                if first:
-                    events.append(self.copy_streams.down(target, source))
-                else:
-                    self.arrived_on_host(layer)
-                    target.add_(source.to(target.device))
-                self.traffic.down_nbytes += target.nbytes
-            if self.wire.world > 1:
-                for event in events:
-                    self.copy_streams.wait(event)  # `mine` is a temporary, not the layer's storage, and is freed now
-        self._leaving[layer] = events
-        self._coming_down[layer] = [*self._coming_down.get(layer, []), *events]
+        if not self.anchored(layer):
+            retire(self, layer, arrived)
 
     def take(self, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
         """Under a plan: a gradient, flat, goes to the layer's tier at once. It has either all elements that this rank
         accumulates, or those that it updates."""
-        placement, (spans,) = self.placements[layer], self.shards.pieces(layer, slot)
-        assert slot.share is not None
-        if placement.gradients is None:
-            target = placement.weights[spans.weights]
-        elif gradient.numel() == spans.gradients.stop - spans.gradients.start:
-            target = placement.gradients[spans.gradients]
-        else:
-            begin, end = slot.share.summed
-            target = placement.gradients[slot.share.gradient_start :][: end - begin]
-        gradient = gradient.view(-1)
-        if placement.tier in (DEVICE, STREAMED):
-            target.copy_(gradient) if first else target.add_(gradient)
-            if placement.gradients is None:
-                self._as_gradients[layer] += target.nbytes
-                self.ledger.move(target.nbytes, source="parameters", target="gradients")
-            return
-        if first:
-            event = self.copy_streams.down(target, gradient)
-            self.copy_streams.wait(event)  # the gradient is a temporary, and is freed now
-            self._coming_down[layer] = [*self._coming_down.get(layer, []), event]
-        else:
-            self.arrived_on_host(layer)
-            target.add_(gradient.to(target.device))
-        self.traffic.down_nbytes += target.nbytes
+        take(self, layer, slot, gradient, first=first)
 
     def _padding_nbytes(self, layer: int) -> int:
         return self.table.layers[layer].padding * self.dtype_of(layer).itemsize
