@@ -6,6 +6,7 @@ Out:  a folder of safetensors files and a manifest.
     folder.tmp/rank-*.safetensors ──> manifest.json ──rename──> folder/
 
     _manifest.py  what the folder says of itself
+    _tiles.py     parameters that a plan splits over ranks
     _write.py     a safetensors file written tensor by tensor
     _save.py, _load.py
 """

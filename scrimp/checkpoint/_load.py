@@ -14,7 +14,8 @@ from safetensors import safe_open
 from scrimp._warnings import warn
 from scrimp.checkpoint._manifest import Entry, Manifest, checksum
 from scrimp.checkpoint._save import ASIDE
-from scrimp.chunks import CODECS, Coder, Optimizer, Piece, Store, coder_numel, state_fields
+from scrimp.checkpoint._tiles import whole
+from scrimp.chunks import CODECS, Coder, Opened, Optimizer, Piece, Slot, Store, coder_numel, state_fields
 from scrimp.errors import CheckpointError
 
 TILE = 1 << 18
@@ -42,8 +43,12 @@ def load(folder: str | Path, store: Store, *, optimizer: str, also: Callable[[li
         for index, layer in enumerate(store.table.layers):
             with store.opened(index, write=True, read=False) as data:
                 for slot in layer.slots:
+                    entry = manifest.entries[slot.name]
+                    if store.tiling is not None or any(extent.box is not None for extent in entry.extents):
+                        _fill_whole(files, entry, data, slot, store)
+                        continue
                     for piece in data.pieces(slot):
-                        _fill(files, manifest.entries[slot.name], piece, manifest.state, store.optimizer)
+                        _fill(files, entry, piece, manifest.state, store.optimizer)
         also(files)
         same = len(manifest.files) == store.ranks.world
         rng = _named(files[store.ranks.rank], "rng.") if same else {}
@@ -78,6 +83,31 @@ def _fill(files: list[Any], entry: Entry, piece: Piece, saved: str, optimizer: O
                 state[field.span(into)].copy_(source[field.span(out)])
 
 
+def _fill_whole(files: list[Any], entry: Entry, data: Opened, slot: Slot, store: Store) -> None:
+    """Where a plan splits the parameter here, or did when it was saved: by way of the whole parameter, one of its tensors at a
+    time."""
+
+    def mine(key: str) -> torch.Tensor:
+        found = whole(files, entry, key)
+        return found.view(-1) if store.tiling is None else store.tiling.cut(slot.name, found)
+
+    weights = mine("weights")
+    if slot.share is not None:
+        data.weights[slot.start : slot.stop].copy_(weights)
+    for piece in data.pieces(slot):
+        piece.weight.copy_(weights[piece.inside])
+    if not entry.trainable:
+        return
+    if not entry.own_master:
+        master = mine("master")
+        for piece in data.pieces(slot):
+            piece.master.copy_(master[piece.inside])
+    for k in range(store.optimizer.states):
+        state = mine(f"state-{k}")
+        for piece in data.pieces(slot):
+            piece.states[k].copy_(state[piece.inside])
+
+
 def _recode(sources: list[Any], out: slice, piece: Piece, into: slice, count: int, *, encode: bool) -> None:
     coded = state_fields(2, "int8")
     coder = Coder(torch.empty(coder_numel(min(TILE, out.stop - out.start)), device="cpu"))
@@ -99,7 +129,12 @@ def _recode(sources: list[Any], out: slice, piece: Piece, into: slice, count: in
 
 
 def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> None:
-    have = {slot.name: (slot.shape, slot.trainable) for layer in store.table.layers for slot in layer.slots}
+    tiling = store.tiling
+    have = {
+        slot.name: (slot.shape if tiling is None else tiling.shape(slot.name), slot.trainable)
+        for layer in store.table.layers
+        for slot in layer.slots
+    }
     saved = {name: (entry.shape, entry.trainable) for name, entry in manifest.entries.items()}
     if have != saved:
         missing, extra = sorted({*have} - {*saved}), sorted({*saved} - {*have})
@@ -116,6 +151,12 @@ def _compare(where: Path, manifest: Manifest, store: Store, optimizer: str) -> N
         )
     if manifest.state not in CODECS:
         raise CheckpointError(f"{where} was saved with {manifest.state!r} states; this scrimp knows {CODECS}")
+    split = tiling is not None or any(extent.box is not None for entry in manifest.entries.values() for extent in entry.extents)
+    if split and {manifest.state, store.optimizer.state} != {"fp32"}:
+        raise CheckpointError(
+            f"{where} was saved with {manifest.state} states, the engine has {store.optimizer.state}: between a run with a plan "
+            "and one without only fp32 states can be read; load it without a plan, with AdamW(state='fp32'), and save again"
+        )
     if manifest.state != store.optimizer.state:
         warn(
             f"{where} was saved with {manifest.state} states, the engine keeps them in {store.optimizer.state}: they are "

@@ -14,18 +14,21 @@ from typing import Any
 
 from scrimp.errors import CheckpointError, check_format
 
-FORMAT, VERSION = "scrimp.checkpoint", 1
+FORMAT, VERSION = "scrimp.checkpoint", 2
+READS = (1, 2)  # version 1 has no boxes
 NAME = "manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """Elements [start, start + length) of a parameter, in a rank's file: from `place` on in each of its layer's tensors."""
+    """Elements [start, start + length) of a parameter, in a rank's file: from `place` on in each of its layer's tensors. With a
+    `box` (of each factor of its dims: size, where the box begins, length) they are elements of that part of the parameter."""
 
     start: int
     length: int
     rank: int
     place: int
+    box: tuple[tuple[int, int, int], ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +70,10 @@ class Manifest:
             raise CheckpointError(f"{folder} has no {NAME}: it is no checkpoint, or one that was never completed") from None
         except json.JSONDecodeError as error:
             raise CheckpointError(f"{folder / NAME} is damaged: {error}") from None
-        check_format(data, FORMAT, VERSION, CheckpointError)
+        check_format(data, FORMAT, READS, CheckpointError)
         del data["format"], data["version"]
         entries = {
-            name: Entry(**{**row, "shape": tuple(row["shape"]), "extents": tuple(Extent(**e) for e in row["extents"])})
+            name: Entry(**{**row, "shape": tuple(row["shape"]), "extents": tuple(map(_extent, row["extents"]))})
             for name, row in data.pop("entries").items()
         }
         files = tuple((name, checksum) for name, checksum in data.pop("files"))
@@ -80,6 +83,11 @@ class Manifest:
         value, good = data.pop("loss_scale")
         data["groups"] = tuple(data.get("groups", ()))
         return cls(entries=entries, files=files, loss_scale=(value, good), **data)
+
+
+def _extent(row: dict[str, Any]) -> Extent:
+    box = row.get("box")
+    return Extent(**{**row, "box": None if box is None else tuple(map(tuple, box))})
 
 
 def checksum(path: Path) -> bytes:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from scrimp.checkpoint._manifest import NAME, Entry, Extent, Manifest
+from scrimp.checkpoint._tiles import extents_of, written, written_numel
 from scrimp.checkpoint._write import Named, write
-from scrimp.chunks import Opened, Store, Wire
+from scrimp.chunks import Opened, Slot, Store, Wire
 from scrimp.errors import CheckpointError, ScrimpError
 
 ASIDE, UNFINISHED = ".previous", ".unfinished"
@@ -129,6 +130,8 @@ class _OneLayer(ExitStack):
                 self._data = None
                 self.close()
                 self._data = self.enter_context(self._store.opened(layer))
+            if self._store.tiling is not None:
+                return written(self._store, self._data, which)
             return _on_host(self._data.states[which] if isinstance(which, int) else getattr(self._data, which))
 
         return make
@@ -143,12 +146,14 @@ def _tensors(
     if store.ranks.rank == 0:  # buffers are the same on all ranks, as with DDP
         for key, buffer in buffers.items():
             yield f"buffer.{key}", buffer.dtype, tuple(buffer.shape), partial(_on_host, buffer)
-    if store.ranks.rank >= store.wire.world:
+    if store.tiling is None and store.ranks.rank >= store.wire.world:
         return  # the first group of ranks that shard the model has written the same weights
     for layer in range(len(store.table.layers)):
-        trained = store.shards.trained_numel(layer)
+        numel, trained = store.shards.numel(layer), store.shards.trained_numel(layer)
+        if store.tiling is not None:
+            numel, trained = written_numel(store, layer)
         wide = store.dtype_of(layer) == torch.float32
-        yield f"weights.{layer}", store.dtype_of(layer), (store.shards.numel(layer),), layers.part(layer, "weights")
+        yield f"weights.{layer}", store.dtype_of(layer), (numel,), layers.part(layer, "weights")
         if not wide:
             yield f"master.{layer}", torch.float32, (trained,), layers.part(layer, "master")
         for k, field in enumerate(store.optimizer.fields):
@@ -163,18 +168,9 @@ def _entries(store: Store, counts: Mapping[str, int]) -> dict[str, Entry]:
     entries = {}
     for index, layer in enumerate(store.table.layers):
         for slot in layer.slots:
-            extents = tuple(
-                Extent(
-                    start=spans.inside.start,
-                    length=spans.inside.stop - spans.inside.start,
-                    rank=rank,
-                    place=spans.states.start,
-                )
-                for rank in range(store.wire.world)
-                for spans in store.shards.of_rank(rank).pieces(index, slot)
-            )
+            extents = _extents(store, index, slot) if store.tiling is None else extents_of(store, index, slot)
             entries[slot.name] = Entry(
-                shape=slot.shape,
+                shape=slot.shape if store.tiling is None else store.tiling.shape(slot.name),
                 trainable=slot.trainable,
                 own_master=store.dtype_of(index) == torch.float32,
                 count=counts.get(slot.name, 0),
@@ -182,6 +178,14 @@ def _entries(store: Store, counts: Mapping[str, int]) -> dict[str, Entry]:
                 extents=extents,
             )
     return entries
+
+
+def _extents(store: Store, layer: int, slot: Slot) -> tuple[Extent, ...]:
+    return tuple(
+        Extent(start=spans.inside.start, length=spans.inside.stop - spans.inside.start, rank=rank, place=spans.states.start)
+        for rank in range(store.wire.world)
+        for spans in store.shards.of_rank(rank).pieces(layer, slot)
+    )
 
 
 def _commit(work: Path, goal: Path) -> None:

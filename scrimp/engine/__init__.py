@@ -25,7 +25,7 @@ Read in this order:
     chunked_loss.py  cross-entropy that never holds all logits
 
 One fetch:     step/layer_forward.py -> step/residency.py -> chunks/store/store.py
-Under a plan:  _training.py (`_run_planned`) -> lowered/run.py -> lower/source.py -> lowered/weights.py
+Under a plan:  _training.py (`run_micro_batches`) -> lowered/passes.py -> lower/source.py -> lowered/weights.py
 One gradient:  _training.py (`receive`) -> gradients/dense.py -> update/update.py -> chunks/update/update.py
 """
 

@@ -19,6 +19,7 @@ from scrimp._arguments import renamed
 from scrimp.chunks import Optimizer
 from scrimp.engine._training import Training
 from scrimp.engine.entry.optimizer_handle import Handle
+from scrimp.engine.lowered.batch import BatchPart
 from scrimp.engine.observe.bound import Bound
 from scrimp.engine.setup.adopt import DEFAULT_CHUNK
 from scrimp.engine.setup.budget import Memory
@@ -145,6 +146,11 @@ class Engine:
         for generate).
         """
         return self._run.evaluate(*args, **kwargs)
+
+    @property
+    def batch_part(self) -> dict[str, BatchPart]:
+        """Under a plan: the part of each tensor of the batch that this rank takes, so that a loader reads no more."""
+        return self._run.under_plan.batch
 
     @property
     def lr(self) -> float | list[float]:

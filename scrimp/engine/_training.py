@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import astuple
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +39,8 @@ from scrimp.engine.gradients.dense import DenseExchange
 from scrimp.engine.gradients.planned import PlannedExchange
 from scrimp.engine.gradients.protocol import Exchange
 from scrimp.engine.gradients.sparse import SparseExchange
+from scrimp.engine.lowered.passes import MeteredRanks, PlannedPasses, taking
 from scrimp.engine.lowered.program import check_arguments, micro_batches_of, places_of, program_of
-from scrimp.engine.lowered.run import MeteredRanks, PlannedRun, taking
 from scrimp.engine.lowered.table import planned_table
 from scrimp.engine.lowered.tiling import PlannedTiling
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
@@ -58,12 +56,12 @@ from scrimp.engine.setup.special_modules import check_modules
 from scrimp.engine.setup.validate import check_exchange, check_model, check_settings, mesh_of, optimizer_of, pick_device
 from scrimp.engine.setup.weight_sources import Source
 from scrimp.engine.step.attempts import compute_gradients
-from scrimp.engine.step.batch import loss_of, parts, signature, to_device
+from scrimp.engine.step.batch import signature
 from scrimp.engine.step.context import StepContext, running, warn_of_eval
+from scrimp.engine.step.eager_passes import EagerPasses
 from scrimp.engine.step.interrupts import Interrupts, in_one_piece
 from scrimp.engine.step.layer_forward import Recompute, wrap_layers
-from scrimp.engine.step.messages import check_gradient, check_loss, does_not_fit
-from scrimp.engine.step.out_of_module_weights import OutOfModule, OutOfModuleInBackward
+from scrimp.engine.step.messages import check_gradient, does_not_fit
 from scrimp.engine.step.parameter_hooks import Hooks, receiving, run_hooks
 from scrimp.engine.step.phase import Phase
 from scrimp.engine.step.residency import Residents
@@ -192,15 +190,16 @@ class Training(Between, Accumulating):
         self.rollback = Rollback(model, self.device)
         self.residents = Residents(self.store, self.meter, self._retire, self.interrupts.check)
         self._metering = MeteringPolicy(self.meter, self.ledger.device)
-        self.out_of_module = OutOfModule(self.residents)
-        self._out_of_module_again = OutOfModuleInBackward(self.residents)
         self.recompute = Recompute()
-        self._planned: PlannedRun | None = None
+        for whole in self.weights.values() if program is not None else ():
+            self.meter.ignore(whole)
+        self.passes: EagerPasses | PlannedPasses
         if program is None or comm is None:
             wrap_layers(model, self.residents, self.recompute)
+            self.passes = EagerPasses(self.residents)
         else:
             receive = taking(weakref.ref(self))
-            self._planned = PlannedRun(program, comm, self.store, self.residents, model, self.wire, receive)
+            self.passes = PlannedPasses(program, comm, self.store, self.residents, model, self.wire, receive)
             comm.meter = self.meter
         sparse = SparseExchange(exchange, self.store, self.rules, across) if isinstance(exchange, Sparse) else None
         self.exchanging: Exchange = sparse or (DenseExchange() if program is None else PlannedExchange())
@@ -276,10 +275,9 @@ class Training(Between, Accumulating):
             self.exchanging.begin(self)
         self.current.begin(astuple(self.store.traffic))
         losses, count = [], 1 if self.accumulating else self.micro_batches
-        todo = [*self._parts(args, kwargs, count)]
+        todo = self.passes.parts(self, args, kwargs, count)
         try:
-            lent = (args, kwargs) if self._planned is None else ((), {})  # a planned step counts this rank's part
-            with running(self, *lent, Phase.FORWARD, self._metering.step(plan)), no_caches(self.model):
+            with running(self, *self.passes.lent(args, kwargs), Phase.FORWARD, self._metering.step(plan)), no_caches(self.model):
                 schedule = plan.choice.schedule if plan.choice else None
                 self.residents.begin_step(self.steps, schedule, plan.expected, metering=self._metering.metering)
                 for k, run_part in enumerate(todo):
@@ -294,47 +292,11 @@ class Training(Between, Accumulating):
             raise self.named_error(error) from error
         return torch.stack(losses).mean()
 
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Iterator[Callable[[], torch.Tensor]]:
-        """The forward and backward of each micro-batch, of the model or of its plan's program; each returns the loss."""
-        if self._planned is None:
-            for part_args, part_kwargs in parts(args, kwargs, count):
-                yield partial(self._run_micro_batch, part_args, part_kwargs)
-            return
-        for k, part in enumerate(self._planned.micro_batches(args, kwargs, count)):
-            yield partial(self._run_planned, part, self.pending + k)
-
-    def _run_planned(self, part: dict[str, torch.Tensor], number: int) -> torch.Tensor:
-        self.current.part_arrived = set()
-        scale = self.loss_scale.value / self.micro_batches
-        return self.under_plan.run(part, (self.steps, number), scale=scale, dtype=self.input_dtype)
-
     @property
-    def under_plan(self) -> PlannedRun:
-        assert self._planned is not None
-        return self._planned
-
-    def _run_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self.current.part_arrived = set()
-        args, kwargs = to_device(args, kwargs, self.device, self.input_dtype)
-        outside = self.out_of_module if self.out_of_module.found or self.residents.tracing else nullcontext()
-        again = self._out_of_module_again if self._out_of_module_again.layers or self.residents.tracing else nullcontext()
-        with self.residents.saving(), outside:  # also during backward: checkpointed parts of the model run forward again there
-            out = self.model(*args, **kwargs)
-            loss = loss_of(self.loss(out) if self.loss is not None else out)
-            del out
-            check_loss(loss, self.model)
-            value = loss.detach().clone()
-            if self.loss_scale.value != 1:
-                loss = loss * self.loss_scale.value
-            if self.micro_batches > 1:
-                loss = loss / self.micro_batches
-            self.residents.enter(Phase.BACKWARD)
-            try:
-                with again:
-                    loss.backward()  # type: ignore[no-untyped-call]
-            finally:
-                self.residents.enter(Phase.FORWARD)
-        return value
+    def under_plan(self) -> PlannedPasses:
+        if not isinstance(self.passes, PlannedPasses):
+            raise RunError("the engine has no plan: every rank takes its own batch")
+        return self.passes
 
     def receive(self, parameter: torch.Tensor) -> None:
         self.interrupts.check()

@@ -133,7 +133,7 @@ def lower(plan: Plan, graph: Graph) -> Lowered:
 
 
 def _rest(layers: tuple[ChosenLayer, ...], graph: Graph, mesh: Mesh) -> dict[str, Rest]:
-    """By the choice of the first layer that uses the weight."""
+    """By the choice of the first layer that uses the weight. Every rank holds all of a weight that no operator uses."""
     known = {each.name: each for each in graph.parameters if not each.buffer}
     found: dict[str, Rest] = {}
     for layer, chosen in zip(graph.layers, layers, strict=True):
@@ -144,6 +144,10 @@ def _rest(layers: tuple[ChosenLayer, ...], graph: Graph, mesh: Mesh) -> dict[str
                 found[of] = rest_of(
                     of, each.shape, chosen.values[name].dtype, chosen.weights[name], chosen.level(name), mesh, trained=trained
                 )
+    for name, each in known.items():
+        if name not in found:
+            level = (0,) * len(mesh.names)
+            found[name] = rest_of(name, each.shape, each.dtype, unsplit(each.shape), level, mesh, trained=each.trained)
     return found
 
 

@@ -8,31 +8,123 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scrimp import SGD, AdamW, Engine, Plan, zoo
+from scrimp import SGD, AdamW, Engine, Memory, Plan, RunError, zoo
+from scrimp.errors import FitError
 
 OPTIMIZERS = {"adamw": lambda: AdamW(lr=1e-3), "sgd": lambda: SGD(lr=1e-2, momentum=0.9)}
 
 
-def batch_of(name: str, rows: int, settings: dict[str, Any], step: int) -> Any:
-    return zoo.example_batch(name, rows, step=step, **settings)
+def engine_of(plan: str, name: str, settings: dict[str, Any], **options: Any) -> Engine:
+    found = Plan.from_json(plan)
+    torch.manual_seed(0)
+    given = {"optimizer": OPTIMIZERS[found.optimizer](), "precision": found.precision, "device": "cpu", **options}
+    return Engine(zoo.build(name, **settings), plan=found, **given)
 
 
 def train(
     plan: str, name: str, settings: dict[str, Any], rows: int, steps: int, **options: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
     """The losses, the parameters after the steps (rank 0), and what the ledger says."""
-    found = Plan.from_json(plan)
-    torch.manual_seed(0)
-    model = zoo.build(name, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine = Engine(
-            model, plan=found, optimizer=OPTIMIZERS[found.optimizer](), precision=found.precision, device="cpu", **options
-        )
-        losses = [float(engine.step(*batch_of(name, rows, settings, step))) for step in range(steps)]
+        engine = engine_of(plan, name, settings, **options)
+        losses = [float(engine.step(*zoo.example_batch(name, rows, step=step, **settings))) for step in range(steps)]
     device = engine.ledger.device
-    ledger = {"peak": device.live_peak.nbytes, "all": device.peak_nbytes, "now": dict(device.now), "kinds": device.live_peak}
+    ledger = {
+        "peak": device.live_peak.nbytes,
+        "all": device.peak_nbytes,
+        "kinds": device.live_peak,
+        "norm": engine.optimizer.norm,
+    }
+    ledger["host"] = engine.ledger.host.peak_nbytes
     state = engine.state_dict()
     engine.close()
     dist.barrier()
     return losses, state, ledger
+
+
+def by_parts(plan: str, name: str, rows: int) -> tuple[float, float, float]:
+    """The loss of a step with the global batch, of the same step with this rank's part, and of micro-batches by hand."""
+    batch = zoo.example_batch(name, rows)
+    whole, part = engine_of(plan, name, {}), engine_of(plan, name, {})
+    names = [*part.batch_part]
+    parts = [tensor[part.batch_part[each].index] for each, tensor in zip(names, batch, strict=True)]  # type: ignore[index]
+    losses = float(whole.step(*batch)), float(part.step(*parts))
+    return *losses, float(part.step(*batch))
+
+
+def saves(plan: str, name: str, rows: int, folder: str) -> list[float]:
+    """Two steps, a checkpoint, one more step."""
+    engine = engine_of(plan, name, {})
+    for step in range(2):
+        engine.step(*zoo.example_batch(name, rows, step=step))
+    engine.save(folder)
+    return [float(engine.step(*zoo.example_batch(name, rows, step=step))) for step in (2, 3)]
+
+
+def loads(plan: str, name: str, rows: int, folder: str) -> tuple[list[float], float]:
+    """The next steps after a checkpoint, and the loss of an evaluation before them."""
+    engine = engine_of(plan, name, {})
+    engine.load(folder)
+    evaluated = engine.evaluate(*zoo.example_batch(name, rows, step=2))
+    return [float(engine.step(*zoo.example_batch(name, rows, step=step))) for step in (2, 3)], float(evaluated)
+
+
+def accumulates(plan: str, name: str, rows: int, calls: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """One update from several calls of backward."""
+    engine = engine_of(plan, name, {})
+    losses = [float(engine.backward(*zoo.example_batch(name, rows // calls, step=step))) for step in range(calls)]
+    engine.update()
+    return losses, engine.state_dict()
+
+
+def evaluates(plan: str, name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
+    """Outputs of the model at another batch size, before and after a step, and what stays on the device."""
+    engine = engine_of(plan, name, {})
+    tokens = zoo.example_batch(name, 3)[0]
+    before = engine.evaluate(tokens)
+    engine.step(*zoo.example_batch(name, rows))
+    return before, engine.evaluate(tokens), dict(engine.ledger.now)
+
+
+def edits(plan: str, name: str, parameter: str) -> torch.Tensor:
+    """A parameter after it was doubled in place."""
+    engine = engine_of(plan, name, {})
+    with engine.full_parameters(parameter) as model:
+        model.get_parameter(parameter).data.mul_(2)
+    return dict(engine.iter_state())[parameter]
+
+
+def poisoned(plan: str, name: str, rows: int, rank: int) -> tuple[int, str, list[float]]:
+    """Steps where one rank's share of a weight is not a number: skipped steps, the warning, and losses after it is mended."""
+    engine = engine_of(plan, name, {})
+    store, losses = engine._run.store, []
+    slot = next(slot for slot in store.table.layers[1].slots if slot.trainable)
+    good = store.placements[1].weights[slot.start].clone()
+    if dist.get_rank() == rank:
+        store.placements[1].weights[slot.start] = float("nan")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.step(*zoo.example_batch(name, rows))
+    if dist.get_rank() == rank:
+        store.placements[1].weights[slot.start] = good
+    losses = [float(engine.step(*zoo.example_batch(name, rows)))]
+    return engine.optimizer.skipped, str(caught[0].message) if caught else "", losses
+
+
+def refused(plan: str, name: str, rows: int, **options: Any) -> str:
+    """What the engine says to a batch or to settings that the plan is not for."""
+    try:
+        engine = engine_of(plan, name, {}, **options)
+        engine.step(*zoo.example_batch(name, rows))
+    except (RunError, FitError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def tiered(plan: str, name: str, rows: int, steps: int, share: float, host: str | None) -> tuple[list[float], int, list[str]]:
+    """Steps with a budget of a share of the plan's peak, the peak, and the layers' tiers at the end."""
+    nbytes = int(share * Plan.from_json(plan).memory.peak_nbytes)
+    engine = engine_of(plan, name, {}, memory=Memory(device=nbytes, host=host))
+    losses = [float(engine.step(*zoo.example_batch(name, rows, step=step))) for step in range(steps)]
+    return losses, engine.ledger.peak_nbytes, [str(placement.tier) for placement in engine._run.store.placements]

@@ -42,10 +42,10 @@ def _once(engine: Training, function: Callable[..., Any], args: tuple[Any, ...],
         running(engine, args, kwargs, Phase.EVALUATE, engine.meter),
         torch.no_grad(),
         engine.residents.aside(),
-        engine.out_of_module,
+        engine.passes.evaluating(engine) as kept,
     ):
         here, there = to_device(args, kwargs, engine.device, engine.input_dtype)
-        return tree_map(engine.residents.kept, function(*here, **there))
+        return tree_map(kept, function(*here, **there))
 
 
 def _trial(engine: Training, run: Callable[[], Any]) -> Peaks:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from scrimp.chunks import Meter, Slot, Store, Wire
 from scrimp.engine.lowered.batch import BatchPart, micro_batches, parts_of
 from scrimp.engine.lowered.program import Program
 from scrimp.engine.lowered.weights import EngineWeights
+from scrimp.engine.lowered.whole_weights import WholeWeights
 from scrimp.engine.step.batch import to_device
 from scrimp.engine.step.phase import Phase
 from scrimp.engine.step.residency import Residents
@@ -49,8 +52,8 @@ def taking(engine: weakref.ref[Training]) -> Callable[[int, Slot, torch.Tensor],
     return take
 
 
-class PlannedRun:
-    """`parts`: of the batch, by name. `weights`: also tells the exchange what is left to be summed."""
+class PlannedPasses:
+    """`batch`: this rank's part of each tensor. `weights`: also tells the exchange what is left to be summed."""
 
     def __init__(
         self,
@@ -63,42 +66,52 @@ class PlannedRun:
         receive: Callable[[int, Slot, torch.Tensor], None],
     ) -> None:
         self.program, self.comm, self._model = program, comm, model
-        self.parts: dict[str, BatchPart] = parts_of(program, comm.rank)
+        self.batch: dict[str, BatchPart] = parts_of(program, comm.rank)
         self.weights = EngineWeights(program.lowered, comm, store, residents, model, receive)
         self._runner = Generated(program.lowered, comm, self.weights)
-        self._residents, self._device = residents, store.device
+        self._residents = residents
         self._seed = int(wire.from_first(torch.tensor([torch.initial_seed() & (1 << 62) - 1])))  # rank 0's
 
-    def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[dict[str, torch.Tensor]]:
+    def parts(
+        self, engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+    ) -> list[Callable[[], torch.Tensor]]:
+        """The forward and backward of each micro-batch, which returns the loss of all ranks' parts of it."""
         given = batch_tensors(self._model, args, kwargs)
-        return micro_batches(self.program, self.parts, given, self.comm.rank, count)
+        found = micro_batches(self.program, self.batch, given, self.comm.rank, count)
+        return [partial(self._run, engine, part, engine.pending + k) for k, part in enumerate(found)]
 
-    def run(
-        self, part: dict[str, torch.Tensor], number: tuple[int, int], *, scale: float, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        """Forward and backward of this rank's part of a micro-batch; `number`: of the step, and of the micro-batch in it. Random
-        numbers depend on both and on the seed. Returns the loss of all ranks' parts."""
+    def lent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Nothing: a micro-batch counts this rank's part of it."""
+        return (), {}
+
+    @contextmanager
+    def evaluating(self, engine: Training) -> Iterator[Callable[[Any], Any]]:
+        """For a forward of the model. Gives a function that clones weights which leave the engine."""
+        with WholeWeights(self.weights, engine.store, engine.weights) as mode:
+            yield mode.kept
+
+    def _run(self, engine: Training, part: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+        engine.current.part_arrived = set()
         meter = self._residents.meter
         for tensor in part.values():
             meter.lend(tensor)
         try:
-            return self._run(part, number, scale, dtype)
+            return self._metered(engine, part, number)
         finally:
             for tensor in part.values():
                 meter.forget(tensor)
 
-    def _run(
-        self, part: dict[str, torch.Tensor], number: tuple[int, int], scale: float, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        _, here = to_device((), part, self._device, dtype)
-        self._runner.seed = hash((self._seed, *number))
+    def _metered(self, engine: Training, part: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+        """Random numbers depend on the seed, the step and the number of the micro-batch in it."""
+        _, here = to_device((), part, engine.device, engine.input_dtype)
+        self._runner.seed = hash((self._seed, engine.steps, number))
         self.weights.begin()
         with torch.no_grad():
             saved, loss = self._runner.forward(here)
             value = loss.detach().clone()
             self._residents.enter(Phase.BACKWARD)
             try:
-                self._runner.backward(saved, torch.full_like(loss, scale))
+                self._runner.backward(saved, torch.full_like(loss, engine.loss_scale.value / engine.micro_batches))
             finally:
                 self._residents.enter(Phase.FORWARD)
         return value
