@@ -78,13 +78,15 @@ def accumulates(plan: str, name: str, rows: int, calls: int) -> tuple[list[float
     return losses, engine.state_dict()
 
 
-def evaluates(plan: str, name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
-    """Outputs of the model at another batch size, before and after a step, and what stays on the device."""
+def evaluates(plan: str, name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, int]]]:
+    """Outputs of the model at another batch size, before and after a step, and what is on the device before and after."""
     engine = engine_of(plan, name, {})
     tokens = zoo.example_batch(name, 3)[0]
-    before = engine.evaluate(tokens)
+    now = [dict(engine.ledger.now)]
+    before = engine.evaluate(tokens).clone()
     engine.step(*zoo.example_batch(name, rows))
-    return before, engine.evaluate(tokens), dict(engine.ledger.now)
+    after = engine.evaluate(tokens).clone()
+    return before, after, [*now, dict(engine.ledger.now)]
 
 
 def edits(plan: str, name: str, parameter: str) -> torch.Tensor:
@@ -125,6 +127,6 @@ def refused(plan: str, name: str, rows: int, **options: Any) -> str:
 def tiered(plan: str, name: str, rows: int, steps: int, share: float, host: str | None) -> tuple[list[float], int, list[str]]:
     """Steps with a budget of a share of the plan's peak, the peak, and the layers' tiers at the end."""
     nbytes = int(share * Plan.from_json(plan).memory.peak_nbytes)
-    engine = engine_of(plan, name, {}, memory=Memory(device=nbytes, host=host))
+    engine = engine_of(plan, name, {}, memory=Memory(device=nbytes, **({} if host is None else {"host": host})))
     losses = [float(engine.step(*zoo.example_batch(name, rows, step=step))) for step in range(steps)]
     return losses, engine.ledger.peak_nbytes, [str(placement.tier) for placement in engine._run.store.placements]
