@@ -20,6 +20,7 @@ from torch import nn
 
 from scrimp._arguments import activations_of
 from scrimp.chunks import (
+    DTYPES,
     CpuMeter,
     CudaMeter,
     Meter,
@@ -134,7 +135,7 @@ class Training(Between, Accumulating):
             table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
         else:
             sharing, across = Wire(), Wire()
-            table = planned_table(program.lowered, self.wire.rank)
+            table, at = planned_table(program.lowered, self.wire.rank, str(DTYPES[precision]).removeprefix("torch."))
         groups = settings_by_group(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         self.rules = Rules(groups)
         self.fit = Fit(
@@ -199,7 +200,7 @@ class Training(Between, Accumulating):
             self.passes = EagerPasses(self.residents)
         else:
             receive = taking(weakref.ref(self))
-            self.passes = PlannedPasses(program, comm, self.store, self.residents, model, self.wire, receive)
+            self.passes = PlannedPasses(program, comm, self.store, self.residents, model, self.wire, receive, at)
             comm.meter = self.meter
         sparse = SparseExchange(exchange, self.store, self.rules, across) if isinstance(exchange, Sparse) else None
         self.exchanging: Exchange = sparse or (DenseExchange() if program is None else PlannedExchange())

@@ -13,7 +13,7 @@ Read in this order:
     layer.py      the steps of one layer
     rest.py       weights between steps: their shards, and the placement in use
     model.py      `lower`: all layers; what leaves one is what the next one gets
-    check.py      the proof of a lowered model, apart from what builds it
+    checker.py    the proof of a lowered model, apart from what builds it
     comm.py, moves.py    communication: moves between placements
     shards.py     the model's data on a rank
     run.py        a training step: forward and backward through all layers
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
-    from scrimp.lower.check import check, digest
+    from scrimp.lower.checker import check, digest
     from scrimp.lower.comm import Communicator, Ranks
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.model import Lowered, lower
@@ -47,8 +47,8 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
-        "check": "scrimp.lower.check",
-        "digest": "scrimp.lower.check",
+        "check": "scrimp.lower.checker",
+        "digest": "scrimp.lower.checker",
         "Communicator": "scrimp.lower.comm",
         "Ranks": "scrimp.lower.comm",
         "Interpreter": "scrimp.lower.interpret",

@@ -55,7 +55,7 @@ class LoweredLayer:
 class Lowered:
     """`rest`: of each parameter; `batch`: the placement of each tensor of the batch; `loss`: where the loss is, and how.
     `gradients`: of each trained parameter the axes along which its gradient arrives as a partial sum, one entry for each layer
-    that brings a summand."""
+    that brings a summand; None where that is not in the weight's placement."""
 
     graph: Graph
     mesh: Mesh
@@ -65,13 +65,14 @@ class Lowered:
     loss: Source
 
     @cached_property
-    def gradients(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        found: dict[str, tuple[tuple[str, ...], ...]] = {}
+    def gradients(self) -> Mapping[str, tuple[tuple[str, ...] | None, ...]]:
+        found: dict[str, tuple[tuple[str, ...] | None, ...]] = {}
         for layer in self.layers:
             for step in layer.behind.steps:
                 if isinstance(step, Accumulate):
                     name = layer.names[step.weight]
-                    found[name] = (*found.get(name, ()), step.before.partial)
+                    as_used = step.before.dims == self.rest[name].use.dims
+                    found[name] = (*found.get(name, ()), step.before.partial if as_used else None)
         return found
 
     def later(self, name: str, *, accumulated: bool) -> tuple[str, ...]:

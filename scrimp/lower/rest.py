@@ -58,7 +58,7 @@ class Rest:
         arrives is a partial sum; None if that differs."""
         if partial is None or (self.gradient == self.states and not accumulated):
             return ()
-        return tuple(axis for axis in partial if axis not in self.gradient)
+        return tuple(axis for axis in partial if axis not in (*self.gradient, *self.use.axes))
 
 
 def rest_of(

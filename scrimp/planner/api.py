@@ -332,11 +332,18 @@ def limit_of(cluster: Cluster, memory: int | str | Memory | None) -> int:
 
 
 def _on_meta(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model whose parameters and buffers are on meta, floating-point ones in `dtype`."""
+    """A copy of the model whose parameters and buffers are on meta, with the dtypes that the engine gives them: parameters in
+    `dtype`, unless their module keeps running statistics; buffers as they are."""
     memo: dict[int, Any] = {}
+    wide = {id(own) for module in model.modules() if _keeps_statistics(module) for own in module.parameters(recurse=False)}
     tensors: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor in tensors.values():
-        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        cast = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and id(tensor) not in wide
+        kept = dtype if cast else tensor.dtype
         empty = torch.empty(tensor.shape, dtype=kept, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    return getattr(module, "running_mean", None) is not None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from scrimp.capture import batch_tensors
 from scrimp.chunks import Meter, Slot, Store, Wire
 from scrimp.engine.lowered.batch import BatchPart, micro_batches, parts_of
 from scrimp.engine.lowered.program import Program
@@ -64,10 +63,11 @@ class PlannedPasses:
         model: nn.Module,
         wire: Wire,
         receive: Callable[[int, Slot, torch.Tensor], None],
+        at: tuple[int, ...],
     ) -> None:
         self.program, self.comm, self._model = program, comm, model
         self.batch: dict[str, BatchPart] = parts_of(program, comm.rank)
-        self.weights = EngineWeights(program.lowered, comm, store, residents, model, receive)
+        self.weights = EngineWeights(program.lowered, comm, store, residents, model, receive, at)
         self._runner = Generated(program.lowered, comm, self.weights)
         self._residents = residents
         self._seed = int(wire.from_first(torch.tensor([torch.initial_seed() & (1 << 62) - 1])))  # rank 0's
@@ -76,6 +76,8 @@ class PlannedPasses:
         self, engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
     ) -> list[Callable[[], torch.Tensor]]:
         """The forward and backward of each micro-batch, which returns the loss of all ranks' parts of it."""
+        from scrimp.capture import batch_tensors  # loads torch's compiler, which only a run with a plan needs
+
         given = batch_tensors(self._model, args, kwargs)
         found = micro_batches(self.program, self.batch, given, self.comm.rank, count)
         return [partial(self._run, engine, part, engine.pending + k) for k, part in enumerate(found)]
@@ -93,17 +95,17 @@ class PlannedPasses:
     def _run(self, engine: Training, part: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         engine.current.part_arrived = set()
         meter = self._residents.meter
-        for tensor in part.values():
+        _, here = to_device((), part, engine.device, engine.input_dtype)
+        for tensor in here.values():
             meter.lend(tensor)
         try:
-            return self._metered(engine, part, number)
+            return self._metered(engine, here, number)
         finally:
-            for tensor in part.values():
+            for tensor in here.values():
                 meter.forget(tensor)
 
-    def _metered(self, engine: Training, part: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+    def _metered(self, engine: Training, here: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         """Random numbers depend on the seed, the step and the number of the micro-batch in it."""
-        _, here = to_device((), part, engine.device, engine.input_dtype)
         self._runner.seed = hash((self._seed, engine.steps, number))
         self.weights.begin()
         with torch.no_grad():

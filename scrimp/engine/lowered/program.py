@@ -12,7 +12,7 @@ from scrimp.engine.setup.budget import Budget
 from scrimp.engine.setup.initial_placement import Fit
 from scrimp.errors import RunError
 from scrimp.lower import Lowered, Ranks, digest, lower
-from scrimp.planner import Plan, captured_for
+from scrimp.planner import Plan
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 
@@ -50,6 +50,8 @@ def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, p
         )
     if optimizer.state != "fp32":
         raise RunError(f"AdamW(state={optimizer.state!r}) under a plan is not possible: plans are made for fp32 states")
+    from scrimp.planner import captured_for  # loads torch's compiler, which only a run with a plan needs
+
     lowered = lower(plan, captured_for(plan, model))
     if wire.world > 1:
         Ranks(plan.mesh, wire.rank, wire.group).agree(digest(lowered))

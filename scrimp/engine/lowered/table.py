@@ -14,23 +14,32 @@ ALIGN = 64
 LARGE = 100 * ALIGN
 
 
-def planned_table(lowered: Lowered, rank: int) -> ChunkTable:
+def planned_table(lowered: Lowered, rank: int, dtype: str) -> tuple[ChunkTable, tuple[int, ...]]:
+    """The table, and the place in it of each layer of the model. Parameters of another dtype than `dtype` (fp32, of modules with
+    running statistics) have a layer of their own, which comes first and is fetched with the other."""
     owner: dict[str, int] = {}
-    spaces = []
-    for index, layer in enumerate(lowered.layers):
+    spaces: list[LayerSpace] = []
+    at: list[int] = []
+    for layer in lowered.layers:
         used = [name for name in dict.fromkeys(layer.names.values()) if name in lowered.rest]
         here = [lowered.rest[name] for name in used if name not in owner]
-        owner |= {each.name: index for each in here}
-        needs = tuple(dict.fromkeys([index, *(owner[name] for name in used)]))
-        spaces.append(_space(layer.path, here, lowered, rank, needs))
-    rest = [each for name, each in lowered.rest.items() if name not in owner]
-    if rest:  # parameters that no operator uses
-        spaces.append(_space("unused", rest, lowered, rank, (len(spaces),)))
+        wide = [each for each in here if each.dtype != dtype]
+        if wide:
+            owner |= dict.fromkeys((each.name for each in wide), len(spaces))
+            spaces.append(_space(layer.path, wide, lowered, rank, (len(spaces),), wide=True))
+        rest = [each for each in here if each.dtype == dtype]
+        owner |= dict.fromkeys((each.name for each in rest), len(spaces))
+        needs = tuple(dict.fromkeys([len(spaces), *(owner[name] for name in used)]))
+        at.append(len(spaces))
+        spaces.append(_space(layer.path, rest, lowered, rank, needs))
+    unused = [each for name, each in lowered.rest.items() if name not in owner]
+    if unused:
+        spaces.append(_space("unused", unused, lowered, rank, (len(spaces),)))
     largest = max((space.numel for space in spaces), default=0)
-    return ChunkTable(layers=tuple(spaces), capacity=max(ALIGN, -(-largest // ALIGN) * ALIGN)).check()
+    return ChunkTable(layers=tuple(spaces), capacity=max(ALIGN, -(-largest // ALIGN) * ALIGN)).check(), tuple(at)
 
 
-def _space(path: str, here: list[Rest], lowered: Lowered, rank: int, needs: tuple[int, ...]) -> LayerSpace:
+def _space(path: str, here: list[Rest], lowered: Lowered, rank: int, needs: tuple[int, ...], *, wide: bool = False) -> LayerSpace:
     mesh, slots = lowered.mesh, []
     ends = dict.fromkeys(("weights", "gradients", "states"), 0)
 
@@ -53,8 +62,9 @@ def _space(path: str, here: list[Rest], lowered: Lowered, rank: int, needs: tupl
         begin = place("weights", stop - start)
         slots.append(Slot(name=each.name, shape=(stop - start,), start=begin, trainable=each.trained, share=share))
     return LayerSpace(
-        path=path, slots=tuple(slots), numel=ends["weights"], trained=ends["states"], needs=needs, summed=ends["gradients"]
-    )
+        path=path, slots=tuple(slots), numel=ends["weights"], trained=ends["states"], needs=needs, summed=ends["gradients"],
+        wide=wide, wrapped=not wide,
+    )  # fmt: skip
 
 
 def _aligned(position: int, numel: int) -> int:

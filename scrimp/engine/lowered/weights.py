@@ -25,17 +25,24 @@ Receive = Callable[[int, Slot, torch.Tensor], None]
 
 
 class EngineWeights:
-    """`receive(layer, slot, gradient)` takes a gradient of a micro-batch."""
+    """`receive(layer, slot, gradient)` takes a gradient of a micro-batch. `at`: the place of each layer in the store's table."""
 
     def __init__(
-        self, lowered: Lowered, comm: Communicator, store: Store, residents: Residents, model: nn.Module, receive: Receive
+        self,
+        lowered: Lowered,
+        comm: Communicator,
+        store: Store,
+        residents: Residents,
+        model: nn.Module,
+        receive: Receive,
+        at: tuple[int, ...],
     ) -> None:
         self.lowered, self.comm, self._data, self.residents = lowered, comm, store, residents
         self._model = model
         self._buffers: dict[str, torch.Tensor] = {}
         self.places = {slot.name: (k, slot) for k, layer in enumerate(store.table.layers) for slot in layer.slots}
         self.updates = 0  # of the weights, so far
-        self._receive = receive
+        self._receive, self._at = receive, at
         self._fresh: dict[int, tuple[int, int]] = {}  # by layer: the update and the fetch after which all shares were gathered
         self._waiting: dict[str, torch.Tensor] = {}  # gradients whose weights are still read, or of which more summands come
         self._seen: dict[str, int] = {}  # summands of this backward, so far
@@ -50,8 +57,8 @@ class EngineWeights:
 
     def enter(self, layer: int, *, backward: bool) -> None:
         self._layer = layer
-        self.residents.touch(layer)
-        for other in self._data.table.layers[layer].needs:
+        self.residents.touch(self._at[layer])
+        for other in self._data.table.layers[self._at[layer]].needs:
             self._refresh(other)
 
     def leave(self, layer: int, *, backward: bool) -> None:

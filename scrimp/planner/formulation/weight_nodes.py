@@ -120,7 +120,7 @@ def _reduced(
             axes = axes_at_rest(place.axes, level, mesh)
             over, now = axes[STATES], partial
             if own and (problem.accumulated or axes[GRADIENT_AXES] != over):  # the rest is summed at the end of the step
-                over, now = axes[GRADIENT_AXES], tuple(axis for axis in partial if axis in axes[GRADIENT_AXES])
+                over, now = axes[GRADIENT_AXES], tuple(axis for axis in partial if axis in (*axes[GRADIENT_AXES], *place.axes))
             row.append((nbytes if now or over else 0) + (nbytes if model.values[gradient].order else 0))
         rows.append(row)
     after = part.point(made) + 1

@@ -59,6 +59,8 @@ class ThreadRank:
                 base = next(r for r in range(self.mesh.size) if all(self.mesh.coordinate(r, a) == k for a, k in first.items()))
                 assert torch.equal(local, self.board.given[base][1]), f"replicas differ before {program}"
         box = tuple(slice(start, stop) for start, stop in program.dst.tile(program.shape, self.mesh, self.rank))
+        if any(self.mesh.coordinate(self.rank, axis) for axis in program.dst.partial):
+            return torch.zeros_like(whole[box])  # the first along these axes has the sum
         return whole[box].clone()
 
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
