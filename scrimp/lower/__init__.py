@@ -19,6 +19,7 @@ Read in this order:
     run.py        a training step: forward and backward through all layers
     source.py     the steps of a layer as generated Python, which runs them
     interpret.py  runs them one by one: the oracle of the generated source
+    layer_module.py  a lowered layer as an `nn.Module`, for a training loop of one's own
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ if TYPE_CHECKING:
     from scrimp.lower.check import check, digest
     from scrimp.lower.comm import Communicator, Ranks
     from scrimp.lower.interpret import Interpreter
+    from scrimp.lower.layer_module import LayerModule, module
     from scrimp.lower.model import Lowered, lower
     from scrimp.lower.run import Runner
     from scrimp.lower.shards import Shards, cut
     from scrimp.lower.source import Generated
 
-__all__ = ["Communicator", "Generated", "Interpreter", "Lowered", "Ranks", "Runner", "Shards", "check", "cut", "digest", "lower"]
+__all__ = [
+    "Communicator", "Generated", "Interpreter", "LayerModule", "Lowered", "Ranks", "Runner", "Shards", "check", "cut", "digest",
+    "lower", "module",
+]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
@@ -48,6 +53,8 @@ __getattr__ = lazily(
         "Interpreter": "scrimp.lower.interpret",
         "Lowered": "scrimp.lower.model",
         "lower": "scrimp.lower.model",
+        "LayerModule": "scrimp.lower.layer_module",
+        "module": "scrimp.lower.layer_module",
         "Runner": "scrimp.lower.run",
         "Generated": "scrimp.lower.source",
         "Shards": "scrimp.lower.shards",

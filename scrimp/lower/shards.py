@@ -31,18 +31,25 @@ def cut(whole: torch.Tensor, place: Placed, mesh: Mesh, rank: int) -> torch.Tens
 class Shards:
     """Weights at rest, and gradients: each rank holds its share of each tile, flat."""
 
-    def __init__(self, rest: Mapping[str, Rest], comm: Communicator, whole: Mapping[str, torch.Tensor]) -> None:
-        """`whole`: the model's parameters and buffers, by name."""
-        self.rest, self.comm = rest, comm
+    def __init__(
+        self,
+        rest: Mapping[str, Rest],
+        comm: Communicator,
+        whole: Mapping[str, torch.Tensor],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`whole`: the model's parameters and buffers, by name, on any device. `device`: where operators run."""
+        self.rest, self.comm, self.device = rest, comm, torch.device(device)
         self.weights = {name: self._share(each, whole[name]) for name, each in rest.items()}
         self.gradients: dict[str, torch.Tensor] = {}
-        self.buffers = {name: tensor.clone() for name, tensor in whole.items() if name not in rest}
+        self.buffers = {name: tensor.to(self.device, copy=True) for name, tensor in whole.items() if name not in rest}
 
     def _share(self, each: Rest, whole: torch.Tensor) -> torch.Tensor:
         mesh, rank = self.comm.mesh, self.comm.rank
         tile = cut(whole, each.use, mesh, rank).reshape(1, -1)
         start, stop = each.layout(each.weight).tile(each.flat_shape(mesh), mesh, rank)[1]
-        return tile[:, start:stop].clone()
+        return tile[:, start:stop].to(self.device, copy=True)
 
     def gather(self, name: str) -> torch.Tensor:
         """A weight as operators use it: its shard itself where it is not sharded beyond that."""
@@ -78,11 +85,12 @@ class Shards:
         self.buffers[name].copy_(new)
 
     def offload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """To the host; on the CPU that is a copy."""
-        return tensor.to("cpu", copy=True)
+        """To the host; on the CPU that is a copy. From a GPU into pinned memory, so that the host does not wait."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return host.copy_(tensor, non_blocking=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+        return tensor.to(self.device, non_blocking=True, copy=True)
 
     def whole_gradient(self, name: str) -> torch.Tensor:
         """A gradient as one process would have it."""

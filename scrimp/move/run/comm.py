@@ -157,6 +157,12 @@ def comm_for(mesh: Mesh, group: Any) -> Comm | None:
     return _cached_comm(None if is_mesh else group, tuple(ranks))
 
 
+def mesh_rank(mesh: Mesh, group: Any = None) -> int:
+    """This process's rank in a mesh on a group, a DeviceMesh of its shape, or the default group; 0 for one device."""
+    comm = comm_for(mesh, group)
+    return 0 if comm is None else comm.rank
+
+
 def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:
     world = dist.group.WORLD
     for stale in [key for key, comm in _comms.items() if comm.world is not world]:
