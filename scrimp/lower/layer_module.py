@@ -80,6 +80,8 @@ class LayerModule(nn.Module):
             if self._layer.chosen.values[name].kind == PARAMETER
         )
         self._run = Generated(lowered, comm, self._tiles)
+        values = self._layer.chosen.values
+        self._takes = [(local_shape(place, comm.mesh), getattr(torch, values[name].dtype)) for name, place in self.input_places]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Tensor) -> Any:
@@ -93,16 +95,18 @@ class LayerModule(nn.Module):
         return f"{self._layer.path!r}, {shown[0]} -> {shown[1]}, rank {self._run.comm.rank} of {self._run.comm.mesh}"
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
-        where, values = f"layer {self._layer.path or 'the model'}", self._layer.chosen.values
+        if [(tensor.shape, tensor.dtype) for tensor in inputs] == self._takes:
+            return
+        where = f"layer {self._layer.path or 'the model'}"
         if len(inputs) != len(self.input_places):
             names = ", ".join(name for name, _ in self.input_places)
             raise RunError(f"{where}: {len(inputs)} inputs, it takes {len(self.input_places)}: {names}")
-        for tensor, (name, place) in zip(inputs, self.input_places, strict=True):
-            wanted, dtype = local_shape(place, self._run.comm.mesh), values[name].dtype
-            if tuple(tensor.shape) != wanted or str(tensor.dtype) != f"torch.{dtype}":
+        for tensor, (shape, dtype), (name, place) in zip(inputs, self._takes, self.input_places, strict=True):
+            if (tensor.shape, tensor.dtype) != (shape, dtype):
+                given, wanted = (str(each).removeprefix("torch.") for each in (tensor.dtype, dtype))
                 raise RunError(
-                    f"{where}: '{name}' is {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, but rank "
-                    f"{self._run.comm.rank} has {dtype}{list(wanted)} of {list(place.shape)} ({place} on {self._run.comm.mesh})"
+                    f"{where}: '{name}' is {given}{list(tensor.shape)}, but rank {self._run.comm.rank} has "
+                    f"{wanted}{list(shape)} of {list(place.shape)} ({place} on {self._run.comm.mesh})"
                 )
 
     def _forward(self, inputs: Sequence[Tensor], seed: int) -> tuple[tuple[Tensor, ...], Slots]:
@@ -172,20 +176,29 @@ class _Tiles(Shards):
         self, rest: Mapping[str, Rest], comm: Communicator, whole: Mapping[str, Tensor], module: nn.Module, path: str
     ) -> None:
         super().__init__(rest, comm, whole, device=next(iter(whole.values())).device if whole else "cpu")
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._tables: dict[str, tuple[Mapping[str, Any], str]] = {}
         for name, flat in self.weights.items():
+            owner, last = _owner(module, path, name)
             tile = flat.view(local_shape(rest[name].use, comm.mesh))
-            self._own(module, path, name).register_parameter(
-                name.rpartition(".")[2], nn.Parameter(tile, requires_grad=rest[name].trained)
-            )
+            owner.register_parameter(last, nn.Parameter(tile, requires_grad=rest[name].trained))
+            self._tables[name] = owner._parameters, last
         for name, tensor in self.buffers.items():
-            self._own(module, path, name).register_buffer(name.rpartition(".")[2], tensor)
+            owner, last = _owner(module, path, name)
+            owner.register_buffer(last, tensor)
+            self._tables[name] = owner._buffers, last
         self.weights, self.buffers = {}, {}
 
     def gather(self, name: str) -> Tensor:
-        owner, last = self._owners[name]
-        found: Tensor = getattr(owner, last)
+        table, last = self._tables[name]
+        found: Tensor = table[last]
         return found
+
+    def accumulate(self, name: str, gradient: Tensor, place: Placed, *, donate: bool) -> None:
+        use = self.rest[name].use
+        if place != use:
+            gradient = redistribute(self.comm, gradient, place, use, donate=donate)
+        known = self.gradients.get(name)
+        self.gradients[name] = gradient if known is None else known.add_(gradient)
 
     def buffer(self, name: str) -> Tensor:
         return self.gather(name)
@@ -196,18 +209,17 @@ class _Tiles(Shards):
     def take(self) -> dict[str, Tensor]:
         """The gradients of one backward, as tiles in use."""
         found, self.gradients = self.gradients, {}
-        return {name: flat.view(local_shape(self.rest[name].use, self.comm.mesh)) for name, flat in found.items()}
+        return found
 
-    def _own(self, module: nn.Module, path: str, name: str) -> nn.Module:
-        """The submodule that holds a tensor of the model, made if it is not there."""
-        *parts, last = name.removeprefix(f"{path}." if path else "").split(".")
-        owner = module
-        for part in parts:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        self._owners[name] = owner, last
-        return owner
+
+def _owner(module: nn.Module, path: str, name: str) -> tuple[nn.Module, str]:
+    """The submodule that holds a tensor of the model, made if it is not there, and the tensor's name in it."""
+    *parts, last = name.removeprefix(f"{path}." if path else "").split(".")
+    for part in parts:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    return module, last
 
 
 def _complete(lowered: Lowered, index: int) -> LoweredLayer:

@@ -13,6 +13,7 @@ from scrimp import Plan, plan, zoo
 from scrimp.capture import capture, fingerprint
 from scrimp.lower import Generated, Interpreter, Runner, Shards, cut, lower, module
 from scrimp.planner.baselines.compare import baseline_plan
+from scrimp.rules.core import attention_private
 from scrimp.rules.core.attention_private import attention, attention_backward
 from tests.lower.test_interpret import planned
 from tests.lower.test_run import Dropping
@@ -62,12 +63,17 @@ ATTENTION = {  # batch, heads, heads of keys, rows, columns, width, causal, mask
 }
 
 
+@pytest.mark.parametrize("cudnn", [True, False], ids=["cudnn", "no cudnn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention_on_cuda_is_the_cpu_operators(case: str, dtype: torch.dtype) -> None:
+def test_attention_on_cuda_is_the_cpu_operators(
+    case: str, dtype: torch.dtype, cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Results and gradients, with their shapes and dtypes, against fp64. In 16 bits the error is at most twice that of the CPU's
     operator: both round their result once, and the probabilities before the second product. In fp32 a sum over 96 columns or
     rows loses up to 96 u of its largest term; the gradients have two such sums, one behind the other."""
+    if not cudnn:
+        monkeypatch.setattr(attention_private, "CUDNN_CHOICE", None)
     batch, heads, shared, rows, columns, width, causal, masked = ATTENTION[case]
     torch.manual_seed(0)
     q, k, v, given = (

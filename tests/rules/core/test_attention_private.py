@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from scrimp.rules.core import attention_private as door
 from scrimp.rules.core.schema_private import schema
@@ -19,6 +20,12 @@ SCHEMAS = {
     door.FLASH_BACKWARD: "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor "
     "cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, Tensor "
     "philox_offset, *, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    door.CUDNN: "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., bool "
+    "is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, "
+    "Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)",
+    door.CUDNN_BACKWARD: "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor "
+    "philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float "
+    "dropout_p, bool is_causal, *, float? scale=None) -> (Tensor, Tensor, Tensor)",
     door.EFFICIENT: "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
     "bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor log_sumexp, Tensor philox_seed, Tensor "
     "philox_offset)",
@@ -31,6 +38,12 @@ SCHEMAS = {
 @pytest.mark.parametrize("operator", SCHEMAS, ids=str)
 def test_its_arguments_and_results_are_those_that_are_used(operator: torch._ops.OpOverload) -> None:
     assert str(operator._schema).removeprefix(operator._schema.name) == SCHEMAS[operator]
+
+
+def test_torchs_choice_of_a_kernel_is_a_number_of_its_enumeration() -> None:
+    assert int(SDPBackend.CUDNN_ATTENTION) == door.CUDNN_CHOICE
+    q = torch.randn(2, 4, 8, 16)
+    assert torch._fused_sdp_choice(q, q, q, None, 0.0, True, enable_gqa=False) == int(SDPBackend.FLASH_ATTENTION)
 
 
 def test_on_the_cpu_it_is_the_operator_itself() -> None:
