@@ -1,7 +1,7 @@
 """One rank of a plan on one device, against a block written by hand and against the plan's own bytes.
 
     python -m bench.lowered [--dim 4096] [--heads 32] [--ranks 8] [--batch 4] [--seq 2048] [--vocab 50304] [--layers 4]
-                            [--rounds 200] [--device cuda] [--json FILE]
+                            [--rounds 60] [--device cuda] [--json FILE]
 
 The plan is Megatron's tensor parallelism over all ranks in bf16; this is rank 0, and communication does nothing.
 
@@ -32,7 +32,7 @@ from scrimp.planner.baselines.compare import baseline_plan
 
 STATES_NBYTES = 12  # of a parameter in bf16: master and two moments
 WARM_UP = 10  # rounds
-PASSES = 5  # behind each other in each round, so that the host runs ahead of the device as in training
+PASSES = 20  # behind each other in each round, so that the host runs ahead of the device as in training
 
 
 def planned(arguments: argparse.Namespace) -> Plan:
@@ -145,7 +145,7 @@ def peak_of_a_step(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
-        ("dim", 4096), ("heads", 32), ("ranks", 8), ("batch", 4), ("seq", 2048), ("vocab", 50304), ("layers", 4), ("rounds", 200),
+        ("dim", 4096), ("heads", 32), ("ranks", 8), ("batch", 4), ("seq", 2048), ("vocab", 50304), ("layers", 4), ("rounds", 60),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cuda")

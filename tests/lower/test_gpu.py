@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from scrimp import Plan, plan, zoo
-from scrimp.capture import capture, fingerprint
+from scrimp.capture import capture, fingerprint, to_json
+from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
 from scrimp.lower import Generated, Interpreter, Runner, Shards, cut, lower, module
 from scrimp.planner.baselines.compare import baseline_plan
 from scrimp.rules.core import attention_private
@@ -18,6 +19,7 @@ from scrimp.rules.core.attention_private import attention, attention_backward
 from tests.lower.test_interpret import planned
 from tests.lower.test_run import Dropping
 from tests.lower.test_run import planned as planned_dropping
+from tests.rank_jobs.moves import nccl_hello
 from tests.support.lowering.run import Ran, batch_of, plainly, tensors_of, worst_of
 from tests.support.lowering.threads import ThreadRank, on_threads
 
@@ -133,10 +135,11 @@ def test_dropout_on_the_gpu_is_the_seeds(ways: set[str]) -> None:
     assert one[0].loss != other[0].loss
 
 
-def test_a_lowered_layer_moves_to_the_gpu() -> None:
+@pytest.mark.parametrize("ways", [{"keep"}, {"keep", "offload"}, {"keep", "recompute", "offload"}], ids=len)
+def test_a_lowered_layer_moves_to_the_gpu(ways: set[str]) -> None:
     torch.manual_seed(0)
     model = zoo.build("gpt-tiny")
-    found = plan(model, zoo.example_batch("gpt-tiny", 8), "1xCPU", mesh="x=1", precision="fp32", time_limit=1)
+    found = plan(model, zoo.example_batch("gpt-tiny", 8), "1xCPU", mesh="x=1", precision="fp32", time_limit=1, activations=ways)
     block, lowered = copy.deepcopy(model.blocks[1]).cuda(), module(found, "blocks.1", model)
     lowered(torch.randn(8, 32, 32)).sum().backward()  # first on the CPU
     lowered.zero_grad()
@@ -177,3 +180,26 @@ def test_bf16_is_as_near_to_fp32_as_eager_bf16(mesh: str) -> None:
     assert error(ours) <= 2 * error(eager)
     u = torch.finfo(torch.bfloat16).eps / 2
     assert abs(ours.loss - exact.loss) <= max(2 * abs(eager.loss - exact.loss), u * exact.loss)
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Any:
+    ranks = RankPool(4, timeout_seconds=120, backend="nccl")
+    try:
+        ranks.run(nccl_hello)
+    except (RankFailure, RankTimeout) as error:
+        ranks.close()
+        pytest.skip(f"NCCL does not run 4 ranks on {torch.cuda.device_count()} GPUs: {str(error)[-300:]}")
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize(("name", "way"), [("gpt-tiny", "least"), ("llama-tiny", "fast"), ("moe-tiny", "least")])
+def test_ranks_over_nccl_give_the_numbers_of_one_process(nccl: RankPool, name: str, way: str) -> None:
+    torch.manual_seed(0)
+    wanted = plainly(zoo.build(name), zoo.example_batch(name, 8))
+    found = planned(name, "x=2,y=2", way)
+    given = (found.to_json(), to_json(found.source.graph), name, {}, 8)
+    for loss, gradients in nccl.run("tests.rank_jobs.lowered:step_on_gpu", *given):
+        assert loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert worst_of(Ran(loss, gradients), wanted) < (3e-5, "")

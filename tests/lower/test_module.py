@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from scrimp import Plan, RunError, plan, zoo
-from scrimp.capture import Graph
+from scrimp.capture import Graph, to_json
+from scrimp.ext.ranks import pool
 from scrimp.lower import LayerModule, check, cut, lower, module
 from scrimp.planner import Placed
+from scrimp.planner.baselines.compare import baseline_plan
 from tests.lower.test_interpret import model_of, planned
 from tests.support.lowering.run import Ran, batch_of, drawn, plainly, worst_of
 from tests.support.lowering.threads import ThreadRank, on_threads
@@ -124,6 +126,25 @@ def test_all_layers_in_a_row_are_the_model(name: str, way: str, seed: int | None
         whole = Ran(wanted.loss, tiles)
         assert gradients.keys() == wanted.gradients.keys()
         assert worst_of(Ran(loss, {key: each for key, (each, _) in gradients.items()}), whole) < (1e-5, "")
+
+
+def test_ranks_of_torch_distributed_are_the_default() -> None:
+    """A block under tensor parallelism on two processes. Sums over 2 ranks of up to 128 numbers are rounded in another order."""
+    model, batch, _ = model_of("gpt-tiny")
+    found = baseline_plan(model, batch, "2xCPU", "tp", mesh="tp=2", precision="fp32", seconds=3)
+    block, x = copy.deepcopy(model.blocks[1]), torch.randn(8, 32, 32, requires_grad=True)
+    y = block(x)
+    y.square().sum().backward()
+    rest = lower(found, found.source.graph).rest
+    given = (found.to_json(), to_json(found.source.graph), "blocks.1", model, x.detach(), "cpu")
+    for rank, (made, of_input, gradients) in enumerate(pool(2).run("tests.rank_jobs.lowered:layer", *given)):
+        torch.testing.assert_close(made, y.detach(), rtol=1e-5, atol=1e-5)
+        wanted = {"x": x.grad, **{name: each.grad for name, each in block.named_parameters()}}
+        tiles = {
+            name: each if name == "x" else cut(each, rest[f"blocks.1.{name}"].use, found.mesh, rank)
+            for name, each in wanted.items()
+        }
+        assert worst_of(Ran(0.0, {"x": of_input, **gradients}), Ran(0.0, tiles)) < (1e-5, "")
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])

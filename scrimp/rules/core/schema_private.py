@@ -56,7 +56,7 @@ def schema(target: str) -> Schema | None:
         function=FUNCTIONS.get(target, found),
         arguments=tuple(arguments),
         pointwise=torch.Tag.pointwise in found.tags,
-        draws=torch.Tag.nondeterministic_seeded in found.tags,
+        draws=torch.Tag.nondeterministic_seeded in found.tags and target not in FUNCTIONS,
         writes=found._schema.is_mutable,
     )
 
