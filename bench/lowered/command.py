@@ -28,7 +28,7 @@ from bench.lowered.local_block import LocalBlock, Silent
 from bench.machine import machine
 from scrimp import Plan, zoo
 from scrimp.lower import Generated, Lowered, Shards, lower, module
-from scrimp.planner.baselines.compare import baseline_plan
+from scrimp.planner import baseline_plan
 
 STATES_NBYTES = 12  # of a parameter in bf16: master and two moments
 WARM_UP = 10  # rounds

@@ -12,7 +12,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from scrimp.layout import Mesh
-from scrimp.lower.comm import all_reduce
 from scrimp.move import Program
 
 
@@ -66,4 +65,4 @@ class Silent:
         return local.new_zeros(program.dst.local_shape(program.shape, self.mesh, self.rank))
 
     def all_reduce(self, tensor: Tensor, how: str, axes: tuple[str, ...]) -> Tensor:
-        return all_reduce(self, tensor, how, axes)
+        return tensor.clone()
