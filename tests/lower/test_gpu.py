@@ -184,7 +184,7 @@ def test_bf16_is_as_near_to_fp32_as_eager_bf16(mesh: str) -> None:
 
 @pytest.fixture(scope="module")
 def nccl() -> Any:
-    ranks = RankPool(4, timeout_seconds=120, backend="nccl")
+    ranks = RankPool(4, timeout_seconds=60, backend="nccl")
     try:
         ranks.run(nccl_hello)
     except (RankFailure, RankTimeout) as error:
