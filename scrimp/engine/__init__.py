@@ -14,6 +14,7 @@ Read in this order:
 
     _engine.py    `Engine`: what users call
     _training.py  `Training`: all parts of an engine, and the step as a sequence of phases
+    _eager_passes.py  forward and backward of the model itself; `lowered/passes.py` is the other way
     setup/        arguments, budget, first placement; the engine adopts the model's parameters
     step/         one forward and backward: layers are fetched before use and evicted after it; a failed attempt is undone
     lowered/      under a plan: the plan's program runs in place of the model, and model data is sharded as the plan says

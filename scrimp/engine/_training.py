@@ -32,6 +32,7 @@ from scrimp.chunks import (
     measure_rates,
     settings_by_group,
 )
+from scrimp.engine._eager_passes import EagerPasses
 from scrimp.engine.entry.accumulation import Accumulating
 from scrimp.engine.entry.between_steps import Between
 from scrimp.engine.entry.optimizer_handle import Handle
@@ -59,7 +60,6 @@ from scrimp.engine.setup.weight_sources import Source
 from scrimp.engine.step.attempts import compute_gradients
 from scrimp.engine.step.batch import signature
 from scrimp.engine.step.context import StepContext, running, warn_of_eval
-from scrimp.engine.step.eager_passes import EagerPasses
 from scrimp.engine.step.interrupts import Interrupts, in_one_piece
 from scrimp.engine.step.layer_forward import Recompute, wrap_layers
 from scrimp.engine.step.messages import check_gradient, does_not_fit

@@ -19,6 +19,7 @@ Read in this order:
     run.py        a training step: forward and backward through all layers
     source.py     the steps of a layer as generated Python, which runs them
     interpret.py  runs them one by one: the oracle of the generated source
+    layer_module.py  a lowered layer as an `nn.Module`, for a training loop of one's own
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from scrimp.lower.checker import check, digest
     from scrimp.lower.comm import Communicator, Ranks
     from scrimp.lower.interpret import Interpreter
+    from scrimp.lower.layer_module import LayerModule, module
     from scrimp.lower.model import Lowered, lower
     from scrimp.lower.moves import local_shape, made_whole
     from scrimp.lower.rest import Rest
@@ -39,9 +41,8 @@ if TYPE_CHECKING:
     from scrimp.lower.source import Generated
 
 __all__ = [
-    "Communicator", "Generated", "Interpreter", "Lowered", "Ranks", "Rest",
-    "Runner", "Shards", "check", "cut", "digest", "flat_tile", "gathered", "local_shape", "lower", "made_whole",
-    "shared", "summed",
+    "Communicator", "Generated", "Interpreter", "LayerModule", "Lowered", "Ranks", "Rest", "Runner", "Shards", "check",
+    "cut", "digest", "flat_tile", "gathered", "local_shape", "lower", "made_whole", "module", "shared", "summed",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -54,6 +55,8 @@ __getattr__ = lazily(
         "Interpreter": "scrimp.lower.interpret",
         "Lowered": "scrimp.lower.model",
         "lower": "scrimp.lower.model",
+        "LayerModule": "scrimp.lower.layer_module",
+        "module": "scrimp.lower.layer_module",
         "Runner": "scrimp.lower.run",
         "Generated": "scrimp.lower.source",
         "Shards": "scrimp.lower.shards",

@@ -36,9 +36,9 @@ class Ranks:
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
         return all_reduce(self, tensor, how, axes)
 
-    def agree(self, digest: str) -> None:
+    def agree(self, digest: str, device: torch.device | str = "cpu") -> None:
         """Raises `RunError` on every rank if one of them has lowered other steps: before the first step, not as a hang in it."""
-        mine = torch.tensor([int(digest[:15], 16)])
+        mine = torch.tensor([int(digest[:15], 16)], device=device)
         program = synthesize((self.mesh.size,), self.mesh, Layout(dims=(self.mesh.names,)), Layout(dims=((),)), dtype="int64")
         found = self.move(program, mine, donate=False).tolist()
         others = [rank for rank, each in enumerate(found) if each != found[0]]

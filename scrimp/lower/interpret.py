@@ -10,7 +10,7 @@ from scrimp.lower.model import LoweredLayer
 from scrimp.lower.moves import made_whole, redistribute
 from scrimp.lower.run import Runner, Slots
 from scrimp.lower.steps import Accumulate, Ahead, Behind, Buffer, Call, Fetch, Free, Gather, Move, Offload, Reduce, Step, Store
-from scrimp.rules import localize
+from scrimp.rules import localize, on_device
 
 
 class Interpreter(Runner):
@@ -62,7 +62,7 @@ class Interpreter(Runner):
         if key not in self._members:
             chosen = layer.chosen.ops[index]
             self._members[key] = localize(
-                chosen.op, chosen.rule, dict(chosen.split), self.comm.mesh, self.comm.rank,
+                on_device(chosen.op, str(self.device)), chosen.rule, dict(chosen.split), self.comm.mesh, self.comm.rank,
                 all_reduce=self.comm.all_reduce, draw=partial(self.draw, index),
             )  # fmt: skip
         return self._members[key]

@@ -102,7 +102,7 @@ def lower(plan: Plan, graph: Graph) -> Lowered:
         names = dict(layer.parameters)
         sources = dict(zip(chosen.model.borders, layer.inputs, strict=True))
         borders = {name: made[source.layer, source.name] for name, source in sources.items()}
-        weights.append({name: rest[of].use if of in rest else _whole(chosen, name) for name, of in names.items()})
+        weights.append(placed_weights(chosen, names, rest))
         key = (chosen.key, tuple(borders.items()), tuple(weights[-1].items()))
         if key not in fronts:
             fronts[key] = ahead(chosen, borders, weights[-1])
@@ -150,6 +150,11 @@ def _rest(layers: tuple[ChosenLayer, ...], graph: Graph, mesh: Mesh) -> dict[str
             level = (0,) * len(mesh.names)
             found[name] = rest_of(name, each.shape, each.dtype, unsplit(each.shape), level, mesh, trained=each.trained)
     return found
+
+
+def placed_weights(chosen: ChosenLayer, names: Mapping[str, str], rest: Mapping[str, Rest]) -> dict[str, Placed]:
+    """Where the parameters and buffers of a layer are in use, by their names in its graph."""
+    return {name: rest[of].use if of in rest else _whole(chosen, name) for name, of in names.items()}
 
 
 def _whole(chosen: ChosenLayer, name: str) -> Placed:

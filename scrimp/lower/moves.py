@@ -31,11 +31,9 @@ def redistribute(
         back = sorted(range(len(order)), key=order.__getitem__)
         moved = redistribute(comm, local.permute(*order), before.permuted(order), after.permuted(order), donate=donate)
         return moved.permute(*back)
-    for shape, src, dst, place in _hops(before, after, comm.mesh):
-        program = _program(shape, comm.mesh, src, dst, str(local.dtype).removeprefix("torch."))
-        tile = src.local_shape(shape, comm.mesh, comm.rank)
+    for program, tile, shape in _programs(before, after, comm.mesh, comm.rank, local.dtype):
         made = comm.move(program, local.reshape(tile), donate=donate)
-        local, donate = made.reshape(local_shape(place, comm.mesh)), True
+        local, donate = made.reshape(shape), True
     return local
 
 
@@ -45,7 +43,6 @@ def made_whole(comm: Communicator, local: torch.Tensor, before: Placed) -> torch
     return local if before == whole else redistribute(comm, local, before, whole, donate=False)
 
 
-@lru_cache(maxsize=1 << 14)
 def _hops(before: Placed, after: Placed, mesh: Mesh) -> tuple[tuple[tuple[int, ...], Layout, Layout, Placed], ...]:
     """One hop, or two over a placement that shares factors with both ends."""
     found = common(before, after, mesh)
@@ -56,5 +53,12 @@ def _hops(before: Placed, after: Placed, mesh: Mesh) -> tuple[tuple[tuple[int, .
 
 
 @lru_cache(maxsize=1 << 14)
-def _program(shape: tuple[int, ...], mesh: Mesh, src: Layout, dst: Layout, dtype: str) -> Program:
-    return synthesize(shape, mesh, src, dst, dtype=dtype)
+def _programs(
+    before: Placed, after: Placed, mesh: Mesh, rank: int, dtype: torch.dtype
+) -> tuple[tuple[Program, tuple[int, ...], tuple[int, ...]], ...]:
+    """Of each hop the program, the tile that it takes, and the local shape of its result."""
+    found = []
+    for shape, src, dst, place in _hops(before, after, mesh):
+        program = synthesize(shape, mesh, src, dst, dtype=str(dtype).removeprefix("torch."))
+        found.append((program, src.local_shape(shape, mesh, rank), local_shape(place, mesh)))
+    return tuple(found)

@@ -43,10 +43,13 @@ class Weights(Protocol):
 
 
 class Runner:
-    """`seed`: of this step's random numbers. `layer`: the index of the layer that runs."""
+    """`seed`: of this step's random numbers. `device`: where operators run. `layer`: the index of the layer that runs."""
 
-    def __init__(self, lowered: Lowered, comm: Communicator, weights: Weights, *, seed: int = 0) -> None:
+    def __init__(
+        self, lowered: Lowered, comm: Communicator, weights: Weights, *, seed: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
         self.lowered, self.comm, self.weights, self.seed = lowered, comm, weights, seed
+        self.device = torch.device(device)
         self.layer = 0
 
     def phase(self, layer: LoweredLayer, program: Ahead | Behind, slots: Slots) -> None:
@@ -64,7 +67,7 @@ class Runner:
     def draw(self, op: int, coordinates: tuple[tuple[str, int], ...]) -> torch.Generator:
         """The generator of an operator's random numbers: one for each tile, the same for its replicas and for a recompute."""
         text = repr((self.seed, self.layer, op, coordinates)).encode()
-        return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"))
+        return torch.Generator(self.device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"))
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[Slots], torch.Tensor]:
         """Returns each layer's saved slots, and the loss."""
@@ -126,7 +129,7 @@ class Runner:
 
     def _zeros(self, layer: LoweredLayer, slot: int, place: Placed) -> torch.Tensor:
         value = layer.chosen.values[layer.behind.slots[slot].value]
-        return torch.zeros(local_shape(place, self.comm.mesh), dtype=getattr(torch, value.dtype))
+        return torch.zeros(local_shape(place, self.comm.mesh), dtype=getattr(torch, value.dtype), device=self.device)
 
     def _readers(self) -> dict[Key, int]:
         found: dict[Key, int] = {}

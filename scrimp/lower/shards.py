@@ -92,18 +92,20 @@ def shared(
 class Shards:
     """Weights at rest, and gradients: each rank holds its share of each tile, flat."""
 
-    def __init__(self, lowered: Lowered, comm: Communicator, whole: Mapping[str, torch.Tensor]) -> None:
-        """`whole`: the model's parameters and buffers, by name."""
-        self.lowered, self.rest, self.comm = lowered, lowered.rest, comm
+    def __init__(
+        self, lowered: Lowered, comm: Communicator, whole: Mapping[str, torch.Tensor], *, device: torch.device | str = "cpu"
+    ) -> None:
+        """`whole`: the model's parameters and buffers, by name, on any device. `device`: where operators run."""
+        self.lowered, self.rest, self.comm, self.device = lowered, lowered.rest, comm, torch.device(device)
         rest = lowered.rest
         self.weights = {name: self._share(each, whole[name]) for name, each in rest.items()}
         self.gradients: dict[str, torch.Tensor] = {}
-        self.buffers = {name: tensor.clone() for name, tensor in whole.items() if name not in rest}
+        self.buffers = {name: tensor.to(self.device, copy=True) for name, tensor in whole.items() if name not in rest}
 
     def _share(self, each: Rest, whole: torch.Tensor) -> torch.Tensor:
         mesh, rank = self.comm.mesh, self.comm.rank
         start, stop = each.span(each.weight, mesh, rank)
-        return flat_tile(whole, each, mesh, rank)[:, start:stop].clone()
+        return flat_tile(whole, each, mesh, rank)[:, start:stop].to(self.device, copy=True)
 
     def enter(self, layer: int, *, backward: bool) -> None:
         """All weights are here already."""
@@ -128,11 +130,12 @@ class Shards:
         self.buffers[name].copy_(new)
 
     def offload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """To the host; on the CPU that is a copy."""
-        return tensor.to("cpu", copy=True)
+        """To the host; on the CPU that is a copy. From a GPU into pinned memory, so that the host does not wait."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return host.copy_(tensor, non_blocking=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+        return tensor.to(self.device, non_blocking=True, copy=True)
 
     def whole_gradient(self, name: str) -> torch.Tensor:
         """A gradient as one process would have it."""

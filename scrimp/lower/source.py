@@ -26,7 +26,7 @@ from scrimp.lower.model import LoweredLayer
 from scrimp.lower.moves import made_whole, redistribute
 from scrimp.lower.run import Runner, Slots
 from scrimp.lower.steps import Accumulate, Ahead, Behind, Buffer, Call, Fetch, Free, Gather, Move, Offload, Reduce, Step, Store
-from scrimp.rules import At, localize, plain_call
+from scrimp.rules import At, localize, on_device, plain_call
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -110,7 +110,7 @@ class Generated(Runner):
 
     def _call(self, chosen: ChosenLayer, step: Call, number: int, bound: dict[str, Any]) -> Iterable[str]:
         op = chosen.ops[step.op]
-        where = (op.op, op.rule, dict(op.split), self.comm.mesh, self.comm.rank)
+        where = (on_device(op.op, str(self.device)), op.rule, dict(op.split), self.comm.mesh, self.comm.rank)
         plain = plain_call(*where)
         if plain is None:
             bound[f"f{number}"] = localize(*where, all_reduce=self.comm.all_reduce, draw=partial(self.draw, step.op))

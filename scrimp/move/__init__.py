@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from scrimp.move.plan.synthesize import clear_program_cache, lower_bound_numel, synthesize
     from scrimp.move.plan.tiles import tiles
     from scrimp.move.program import Program, Step
-    from scrimp.move.run.comm import end_group
+    from scrimp.move.run.comm import end_group, mesh_rank
     from scrimp.move.run.many import redistribute_many
     from scrimp.move.run.run import run_between, run_program
     from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout
 
 __all__ = [
     "ITEMSIZE", "MoveCost", "MoveCosts", "Program", "Step", "all_gather_flat", "clear_program_cache", "default_store",
-    "end_group", "group_timeout", "lower_bound_numel", "redistribute_many", "run_between", "run_program", "synthesize", "tiles",
+    "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "redistribute_many", "run_between", "run_program",
+    "synthesize", "tiles",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -49,6 +50,7 @@ __getattr__ = lazily(
         "Program": "scrimp.move.program",
         "Step": "scrimp.move.program",
         "end_group": "scrimp.move.run.comm",
+        "mesh_rank": "scrimp.move.run.comm",
         "all_gather_flat": "scrimp.move.run.torch_private",
         "redistribute_many": "scrimp.move.run.many",
         "run_between": "scrimp.move.run.run",

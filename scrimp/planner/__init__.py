@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from scrimp.planner.answers.plan import Plan, PlannedGroup, PlannedLayers
     from scrimp.planner.answers.what_if import change_of
     from scrimp.planner.api import captured, captured_for, limit_of, plan
-    from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, compare
+    from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, baseline_plan, compare
     from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, axes_at_rest, precision_of
     from scrimp.planner.formulation.assembly import Assembly
     from scrimp.planner.formulation.on_mesh import Layers, OnMesh
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "WEIGHTS", "Assembly",
     "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "PairHold", "Phase",
-    "Placed", "Plan", "PlannedGroup", "PlannedLayers", "Problem", "Solution", "axes_at_rest", "between", "captured",
-    "captured_for", "change_of", "check_names", "common", "compare", "evaluate", "frontier", "held_nbytes", "kept_whole",
-    "limit_of", "memory_of", "passed_on", "placed", "plan", "precision_of", "schedules", "solve", "solver_name",
-    "stage_cluster", "unsplit", "whole_mesh",
+    "Placed", "Plan", "PlannedGroup", "PlannedLayers", "Problem", "Solution", "axes_at_rest", "baseline_plan", "between",
+    "captured", "captured_for", "change_of", "check_names", "common", "compare", "evaluate", "frontier", "held_nbytes",
+    "kept_whole", "limit_of", "memory_of", "passed_on", "placed", "plan", "precision_of", "schedules", "solve",
+    "solver_name", "stage_cluster", "unsplit", "whole_mesh",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -84,6 +84,7 @@ __getattr__ = lazily(
         "Comparison": "scrimp.planner.baselines.compare",
         "Drawn": "scrimp.planner.baselines.compare",
         "compare": "scrimp.planner.baselines.compare",
+        "baseline_plan": "scrimp.planner.baselines.compare",
         "Assembly": "scrimp.planner.formulation.assembly",
         "Layers": "scrimp.planner.formulation.on_mesh",
         "OnMesh": "scrimp.planner.formulation.on_mesh",

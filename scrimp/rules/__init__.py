@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
-    from scrimp.rules.core.call import At, bind
+    from scrimp.rules.core.call import At, bind, on_device
     from scrimp.rules.core.follow import follow
     from scrimp.rules.core.layouts import Split, Sums, choices, factored_shape, fits, layouts, may_split, refine, simplest
     from scrimp.rules.core.rule import FREE, INSIDE, SUM, WHOLE, Dims, Factor, Rule, Scratch, Talk
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 __all__ = [
     "FREE", "INSIDE", "SUM", "WHOLE", "At", "Dims", "Example", "Factor", "PlainCall", "Proof", "Rule", "Scratch", "Split",
     "Sums", "Talk", "Tie", "bind", "check", "choices", "discover", "example", "factored_shape", "fits", "follow", "grown",
-    "known_targets", "layouts", "learn", "literal", "localize", "may_split", "plain_call", "prove", "refine", "refuses",
-    "rule_of", "simplest", "target_of", "written",
+    "known_targets", "layouts", "learn", "literal", "localize", "may_split", "on_device", "plain_call", "prove", "refine",
+    "refuses", "rule_of", "simplest", "target_of", "written",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -44,6 +44,7 @@ __getattr__ = lazily(
     {
         "At": "scrimp.rules.core.call",
         "bind": "scrimp.rules.core.call",
+        "on_device": "scrimp.rules.core.call",
         "follow": "scrimp.rules.core.follow",
         "Split": "scrimp.rules.core.layouts",
         "Sums": "scrimp.rules.core.layouts",

@@ -56,6 +56,21 @@ def test_moves_over_nccl_equal_the_oracle(nccl: RankPool, direct: bool) -> None:
         assert not wrong, wrong[0]
 
 
+def test_a_first_exchange_between_some_of_the_ranks() -> None:
+    """A transposition: ranks 0 and 3 keep their tiles, and NCCL wants all ranks in a group's first call."""
+    ranks = RankPool(4, timeout_seconds=60, backend="nccl")
+    try:
+        ranks.run(jobs.nccl_hello)
+        for wrong in ranks.run(jobs.move_cases, [({"x": 2, "y": 2}, (8, 8), "[x,y]", "[y,x]")], True, None, "cuda"):
+            assert not wrong, wrong[0]
+    except RankFailure as error:
+        if "NCCL" in str(error) and "Duplicate GPU" in str(error):
+            pytest.skip("NCCL does not run four ranks on this GPU")
+        raise
+    finally:
+        ranks.close()
+
+
 MID = {"dim": 512, "heads": 8, "layers": 8, "vocab": 8192, "seq": 256}
 ZOO = ["gpt-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "vgg-tiny", "moe-tiny"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

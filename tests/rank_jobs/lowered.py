@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from scrimp import Mesh, Plan, RunError, zoo
 from scrimp.capture import from_json
-from scrimp.lower import Ranks, digest, lower
+from scrimp.lower import Generated, Ranks, Shards, cut, digest, lower, module
 from tests.support.lowering.run import at_rest_nbytes, batch_of, metered, tensors_of
 
 
@@ -26,6 +27,33 @@ def step(
     loss, meter, shards = metered(lowered, Ranks(found.mesh, dist.get_rank()), tensors_of(model), batch)
     gradients = {each: shards.whole_gradient(each) for each in shards.gradients}
     return loss, gradients, meter.peak + at_rest_nbytes(lowered, found.optimizer), meter.at
+
+
+def step_on_gpu(plan: str, graph: str, name: str, settings: dict[str, Any], rows: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients; communication over NCCL."""
+    found, captured = Plan.from_json(plan), from_json(graph)
+    torch.manual_seed(0)
+    model = zoo.build(name, **settings)
+    batch = batch_of(captured, zoo.example_batch(name, rows, **settings))
+    lowered, comm = lower(found, captured), Ranks(found.mesh, dist.get_rank())
+    comm.agree(digest(lowered), "cuda")
+    shards = Shards(lowered, comm, tensors_of(model), device="cuda")
+    part = {each: cut(tensor, lowered.batch[each], comm.mesh, comm.rank).cuda() for each, tensor in batch.items()}
+    loss = Generated(lowered, comm, shards, device="cuda").step(part)
+    return float(loss), {each: shards.whole_gradient(each).cpu() for each in shards.gradients}
+
+
+def layer(
+    plan: str, graph: str, path: str, model: nn.Module, whole: torch.Tensor, device: str
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """A lowered layer on a whole input that every rank has: the result, the input's gradient, and those of this rank's tiles."""
+    lowered = module(Plan.from_json(plan), path, model, graph=from_json(graph)).to(device)
+    given = whole.to(device).requires_grad_()
+    made = lowered(given)
+    made.square().sum().backward()
+    assert given.grad is not None
+    gradients = {name: each.grad.cpu() for name, each in lowered.named_parameters() if each.grad is not None}
+    return made.detach().cpu(), given.grad.cpu(), gradients
 
 
 def disagree(mesh: str) -> str:

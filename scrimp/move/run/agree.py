@@ -15,6 +15,7 @@ from scrimp.move.run.comm import Comm
 from scrimp.move.run.execute import overload
 
 SHAPE_SLOTS = 8
+COLLECTIVES = ("reduce_scatter", "all_gather")  # of the backend, if all parts are equal
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
 
@@ -53,8 +54,16 @@ def agree(comm: Comm, programs: Sequence[Program], locals_: Sequence[torch.Tenso
     for other, row in enumerate(by_rank):
         if row[1] >= 0:
             raise MoveError(fault_text(programs[row[1]], other, row[5 : 5 + min(row[4], SHAPE_SLOTS)], _DTYPES[row[3]]))
+    if comm.order_on(shown.device) is None or any(map(_has_parts, programs)):
+        comm.join_parts(shown.device)
     comm.agreed[key] = max(row[2] for row in by_rank)
     return comm.agreed[key], int(key[:7], 16)
+
+
+def _has_parts(program: Program) -> bool:
+    """Whether ranks exchange parts, where gathers and sums are collectives of the backend."""
+    uneven = program.padded != program.shape or 0 in program.shape
+    return any(step.kind not in ("slice", "all_reduce") and (uneven or step.kind not in COLLECTIVES) for step in program.steps)
 
 
 def compare(comm: Comm, words: list[int], device: torch.device, what: str) -> list[list[int]]:

@@ -65,6 +65,14 @@ class Comm:
             if len(pieces) > 1:
                 _split(incoming[peer], pieces)
 
+    def join_parts(self, device: torch.device) -> None:
+        """All ranks call it before the first exchange of parts. NCCL has no tags: a group of its own separates parts from the
+        user's messages. All ranks must take part in the first call on it; afterwards those with parts do."""
+        if device.type == "cuda" and self._apart is None:
+            timeout = group_timeout(self.group, device)
+            self._apart = dist.new_group(sorted(self.ranks), timeout=timeout, use_local_synchronization=True)
+            dist.all_reduce(torch.zeros(1, device=device), group=self._apart)
+
     @property
     def made(self) -> list[Any]:
         """The process groups it has made."""
@@ -73,9 +81,7 @@ class Comm:
     def _op(self, op: Any, peer: int, data: torch.Tensor, tag: int) -> dist.P2POp:
         if data.device.type != "cuda":
             return dist.P2POp(op, data, group=self.group, group_peer=self.peers[peer], tag=tag)
-        if self._apart is None:  # NCCL has no tags: a group of its own separates parts from the user's messages
-            timeout = group_timeout(self.group, data.device)
-            self._apart = dist.new_group(sorted(self.ranks), timeout=timeout, use_local_synchronization=True)
+        assert self._apart is not None, "the ranks have not joined for parts"
         return dist.P2POp(op, data, group=self._apart, peer=self.ranks[peer])
 
     def _gather(self, batch: list[Gather]) -> None:
@@ -155,6 +161,12 @@ def comm_for(mesh: Mesh, group: Any) -> Comm | None:
     if dist.get_rank() not in ranks:
         raise MoveError(f"rank {dist.get_rank()} is not among the ranks {list(ranks)} of the mesh {mesh}")
     return _cached_comm(None if is_mesh else group, tuple(ranks))
+
+
+def mesh_rank(mesh: Mesh, group: Any = None) -> int:
+    """This process's rank in a mesh on a group, a DeviceMesh of its shape, or the default group; 0 for one device."""
+    comm = comm_for(mesh, group)
+    return 0 if comm is None else comm.rank
 
 
 def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:

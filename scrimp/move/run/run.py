@@ -107,6 +107,7 @@ def run_between(
                 bad = [other for other, row in enumerate(rows) if not row[1]]
                 if bad:
                     raise MoveError(f"mesh rank {bad[0]} gave a tensor that does not fit its box {before[bad[0]]}")
+                comm.join_parts(local.device)
                 comm.agreed[key] = 1
             elif tuple(local.shape) != shape:
                 raise MoveError(f"mesh rank {rank} gave a tensor of shape {tuple(local.shape)} for its box {before[rank]}")

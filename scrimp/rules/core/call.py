@@ -3,8 +3,8 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,22 @@ def bind(op: Op, values: Mapping[str, Value] | None = None) -> Call | None:
         dtypes=tuple(known[name].dtype for name in op.inputs) if values is not None else (),
         made=tuple(known[name].shape if name is not None and name in known else None for name in op.outputs),
     )
+
+
+def with_literals(op: Op, changed: Callable[[Named], Named]) -> Op:
+    """The operator with other torch objects among its arguments."""
+
+    def inside(argument: Any) -> Any:
+        if isinstance(argument, Named):
+            return changed(argument)
+        return tuple(map(inside, argument)) if isinstance(argument, tuple) else argument
+
+    return replace(op, args=inside(op.args), kwargs=tuple((name, inside(value)) for name, value in op.kwargs))
+
+
+def on_device(op: Op, device: str) -> Op:
+    """The operator with its results on another device than that of the capture."""
+    return with_literals(op, lambda each: replace(each, name=device) if each.what == "device" else each)
 
 
 def call(target: str, arguments: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from scrimp.rules.core.attention_private import FUNCTIONS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
@@ -23,7 +25,7 @@ class Argument:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """`draws`: makes random numbers. `writes`: into its operands."""
+    """`function`: the operator, on the device of its operands. `draws`: makes random numbers. `writes`: into its operands."""
 
     function: Callable[..., Any]
     arguments: tuple[Argument, ...]
@@ -51,10 +53,10 @@ def schema(target: str) -> Schema | None:
         for each in found._schema.arguments
     )
     return Schema(
-        function=found,
+        function=FUNCTIONS.get(target, found),
         arguments=tuple(arguments),
         pointwise=torch.Tag.pointwise in found.tags,
-        draws=torch.Tag.nondeterministic_seeded in found.tags,
+        draws=torch.Tag.nondeterministic_seeded in found.tags and target not in FUNCTIONS,
         writes=found._schema.is_mutable,
     )
 

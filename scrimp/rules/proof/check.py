@@ -15,7 +15,7 @@ import torch
 
 from scrimp.capture import Named, Op, Value
 from scrimp.layout import Layout, Mesh
-from scrimp.rules.core.call import Call, bind
+from scrimp.rules.core.call import Call, bind, on_device, with_literals
 from scrimp.rules.core.layouts import Split, Sums, factored_shape, faults, fits, layouts
 from scrimp.rules.core.rule import Dims, Rule
 from scrimp.rules.localized import localize
@@ -80,14 +80,11 @@ def check(
 def _made_of(op: Op, floats: str, device: str) -> Op:
     """The operator with the device and every floating-point dtype among its arguments replaced."""
 
-    def changed(argument: Any) -> Any:
-        if isinstance(argument, Named):
-            if argument.what == "dtype" and getattr(torch, argument.name).is_floating_point:
-                return replace(argument, name=floats)
-            return replace(argument, name=device) if argument.what == "device" else argument
-        return tuple(map(changed, argument)) if isinstance(argument, tuple) else argument
+    def changed(literal: Named) -> Named:
+        is_float = literal.what == "dtype" and getattr(torch, literal.name).is_floating_point
+        return replace(literal, name=floats) if is_float else literal
 
-    return replace(op, args=changed(op.args), kwargs=tuple((name, changed(value)) for name, value in op.kwargs))
+    return with_literals(on_device(op, device), changed)
 
 
 def _cut(tensor: torch.Tensor, rule: Rule, dims: Dims, layout: Layout, mesh: Mesh, seed: int) -> list[torch.Tensor]:

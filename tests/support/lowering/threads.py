@@ -45,7 +45,7 @@ class ThreadRank:
 
     def _made(self, program: Program) -> torch.Tensor:
         first = self.board.given[0][1]
-        whole = torch.zeros(program.shape, dtype=first.dtype)
+        whole = torch.zeros(program.shape, dtype=first.dtype, device=first.device)
         used = {axis for dim in program.src.dims for axis in dim} | {*program.src.partial}
         for rank, (other, local) in enumerate(self.board.given):
             assert other == program, f"rank {self.rank} runs {program}, rank {rank} {other}"

@@ -1,0 +1,5 @@
+"""`python -m bench.lowered`."""
+
+from bench.lowered.command import main
+
+main()
