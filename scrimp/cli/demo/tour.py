@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from scrimp.cli.demo import planned
 from scrimp.cli.demo.closing_table import closing, table
 from scrimp.cli.demo.train import Figures, Plain, Run, Setting, plain, train
 from scrimp.cli.render.curve import curve
@@ -77,6 +78,16 @@ def demo(console: Console, *, steps: int = FULL.steps, seed: int = 0, quiet: boo
     if not quiet:
         heading(console, 5, "What it took", "Bytes of the busiest rank, exact, of this run; traffic and times of rank 0.")
     console.print(table(outcome.plain, outcome.first, outcome.second))
+    if not quiet:
+        text = (
+            f"scrimp.plan splits every operator of another small GPT over {planned.WORLD} ranks so that the peak is least, and "
+            "Engine(model, plan=plan) runs it. Beside it: data parallelism, as a plan of the same memory model."
+        )
+        heading(console, 6, f"Plans that run, on {planned.WORLD} ranks", text)
+    with _hushed(), _ranks(planned.WORLD) as ranks:
+        ran = planned.planned(ranks, seed)
+    planned.show(console, ran)
+    broken += planned.broken(ran)
     if not quiet:
         console.print(closing(time.monotonic() - began), soft_wrap=True)
     for promise in broken:
