@@ -19,6 +19,8 @@ Read in this order:
     run.py        a training step: forward and backward through all layers
     source.py     the steps of a layer as generated Python, which runs them
     interpret.py  runs them one by one: the oracle of the generated source
+    stages.py     `lower_stages`: the pieces of a pipeline, what crosses their borders, and the order of a stage's turns
+    pipeline.py   a training step of a rank of a pipeline, over all micro-batches
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ if TYPE_CHECKING:
     from scrimp.lower.comm import Communicator, Ranks
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.model import Lowered, lower
+    from scrimp.lower.pipeline import Peers, Pipeline
     from scrimp.lower.run import Runner
     from scrimp.lower.shards import Shards, cut
     from scrimp.lower.source import Generated
+    from scrimp.lower.stages import Staged, lower_stages
 
-__all__ = ["Communicator", "Generated", "Interpreter", "Lowered", "Ranks", "Runner", "Shards", "check", "cut", "digest", "lower"]
+__all__ = [
+    "Communicator", "Generated", "Interpreter", "Lowered", "Peers", "Pipeline", "Ranks", "Runner", "Shards", "Staged", "check",
+    "cut", "digest", "lower", "lower_stages",
+]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
@@ -48,8 +55,12 @@ __getattr__ = lazily(
         "Interpreter": "scrimp.lower.interpret",
         "Lowered": "scrimp.lower.model",
         "lower": "scrimp.lower.model",
+        "Peers": "scrimp.lower.pipeline",
+        "Pipeline": "scrimp.lower.pipeline",
         "Runner": "scrimp.lower.run",
         "Generated": "scrimp.lower.source",
+        "Staged": "scrimp.lower.stages",
+        "lower_stages": "scrimp.lower.stages",
         "Shards": "scrimp.lower.shards",
         "cut": "scrimp.lower.shards",
     },

@@ -6,11 +6,12 @@ Equal layers share one program: the same choices, and the same placements of wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from scrimp.capture import BUFFER, Graph, Source
+from scrimp.errors import RunError
 from scrimp.layout import Mesh
 from scrimp.lower.choice import ChosenLayer, chosen_layers
 from scrimp.lower.layer import ahead, behind
@@ -36,14 +37,18 @@ class LoweredLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """`rest`: of each parameter; `batch`: the placement of each tensor of the batch; `loss`: where the loss is, and how."""
+    """`rest`: of each parameter; `batch`: the placement of each tensor of the batch; `loss`: where the loss is. Of a piece of a
+    pipeline: `first` is the number of its first layer, `batch` has its inputs from other pieces too, `gradients` has the
+    placements in which their gradients leave, and `loss` is None unless this piece makes it."""
 
     graph: Graph
     mesh: Mesh
     layers: tuple[LoweredLayer, ...]
     rest: Mapping[str, Rest]
     batch: Mapping[str, Placed]
-    loss: Source
+    loss: Source | None
+    first: int = 0
+    gradients: Mapping[str, Placed] = field(default_factory=dict)
 
     @property
     def programs(self) -> int:
@@ -53,11 +58,34 @@ class Lowered:
 
 def lower(plan: Plan, graph: Graph) -> Lowered:
     """Raises `RunError` if the plan was not made for this graph."""
-    verify(plan, graph)
-    layers, mesh = chosen_layers(plan, graph), plan.mesh
-    verify_fingerprint(plan, graph)
-    rest = _rest(layers, graph, mesh)
+    if plan.schedule is not None and len(plan.schedule.stages) > 1:
+        raise RunError(f"the plan has {len(plan.schedule.stages)} pipeline stages: lower it with lower_stages")
+    layers = verified(plan, graph)
     batch = {each.name: Placed(each.factors) for each in plan.batch}
+    return lower_layers(graph, layers, plan.mesh, rest_of_layers(layers, graph, plan.mesh), batch)
+
+
+def verified(plan: Plan, graph: Graph) -> tuple[ChosenLayer, ...]:
+    """The plan's choices for the layers of the graph. Raises `RunError` if it was not made for this graph."""
+    verify(plan, graph)
+    layers = chosen_layers(plan, graph)
+    verify_fingerprint(plan, graph)
+    return layers
+
+
+def lower_layers(
+    graph: Graph,
+    layers: Sequence[ChosenLayer],
+    mesh: Mesh,
+    rest: Mapping[str, Rest],
+    batch: Mapping[str, Placed],
+    *,
+    first: int = 0,
+    arrivals: Collection[str] = (),
+    tangents: Mapping[tuple[int | None, str], Placed] | None = None,
+) -> Lowered:
+    """Lowers layers whose inputs are in `batch`. Of a piece: `arrivals` are its inputs from other pieces, and `tangents` has the
+    placements in which gradients of its outputs arrive from them."""
     found: list[dict[str, Any]] = []
     fronts: dict[Any, Ahead] = {}
     backs: dict[Any, Behind] = {}
@@ -74,10 +102,12 @@ def lower(plan: Plan, graph: Graph) -> Lowered:
         front = fronts[key]
         made.update({(k, name): front.slots[slot].place for name, slot in front.outputs})
         found.append({"path": layer.path, "chosen": chosen, "ahead": front, "names": names, "sources": tuple(sources.items())})
-    arriving: dict[tuple[int | None, str], Placed] = {}
+    arriving: dict[tuple[int | None, str], Placed] = {**(tangents or {})}
     readers = Counter((source.layer, source.name) for layer in graph.layers for source in layer.inputs)
-    if graph.loss.layer is not None:
-        arriving[graph.loss.layer, graph.loss.name] = made[graph.loss.layer, graph.loss.name].complete()
+    loss = None
+    if graph.loss.layer is not None and graph.loss.layer - first in range(len(layers)):
+        loss = Source(layer=graph.loss.layer - first, name=graph.loss.name)
+        arriving[loss.layer, loss.name] = made[loss.layer, loss.name].complete()
     for k in reversed(range(len(found))):
         chosen, front = found[k]["chosen"], found[k]["ahead"]
         arrives = {output: arriving.get((k, output), made[k, output].complete()) for output, _ in chosen.model.graph.tangents}
@@ -89,16 +119,17 @@ def lower(plan: Plan, graph: Graph) -> Lowered:
         sources = dict(found[k]["sources"])
         for name, slot in back.gradients:
             source = sources[name]
-            if source.layer is not None:
+            if source.layer is not None or source.name in arrivals:
                 place = back.slots[slot].place
-                several = readers[source.layer, source.name] > 1
+                several = source.layer is None or readers[source.layer, source.name] > 1
                 arriving.setdefault((source.layer, source.name), place.complete() if several else place)
     return Lowered(
-        graph=graph, mesh=mesh, layers=tuple(LoweredLayer(**each) for each in found), rest=rest, batch=batch, loss=graph.loss
-    )
+        graph=graph, mesh=mesh, layers=tuple(LoweredLayer(**each) for each in found), rest=rest, batch=batch, loss=loss,
+        first=first, gradients={name: arriving[None, name] for name in arrivals if (None, name) in arriving},
+    )  # fmt: skip
 
 
-def _rest(layers: tuple[ChosenLayer, ...], graph: Graph, mesh: Mesh) -> dict[str, Rest]:
+def rest_of_layers(layers: Sequence[ChosenLayer], graph: Graph, mesh: Mesh) -> dict[str, Rest]:
     """By the choice of the first layer that uses the weight."""
     known = {each.name: each for each in graph.parameters if not each.buffer}
     found: dict[str, Rest] = {}

@@ -84,11 +84,19 @@ class Shards:
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
-    def whole_gradient(self, name: str) -> torch.Tensor:
-        """A gradient as one process would have it."""
+    def gradient_tile(self, name: str) -> torch.Tensor:
+        """An accumulated gradient in the placement of its weight in use."""
         each, mesh = self.rest[name], self.comm.mesh
         program = synthesize(
             each.flat_shape(mesh), mesh, each.layout(each.states), each.layout(()), dtype=each.dtype
         )  # fmt: skip
-        tile = self.comm.move(program, self.gradients[name], donate=False).view(local_shape(each.use, mesh))
-        return made_whole(self.comm, tile, each.use)
+        return self.comm.move(program, self.gradients[name], donate=False).view(local_shape(each.use, mesh))
+
+    def set_gradient(self, name: str, tile: torch.Tensor) -> None:
+        """Replaces an accumulated gradient. `tile`: as `gradient_tile` gives it."""
+        del self.gradients[name]
+        self.accumulate(name, tile, self.rest[name].use, donate=True)
+
+    def whole_gradient(self, name: str) -> torch.Tensor:
+        """A gradient as one process would have it."""
+        return made_whole(self.comm, self.gradient_tile(name), self.rest[name].use)

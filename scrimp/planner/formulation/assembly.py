@@ -92,6 +92,7 @@ class Assembly:
                 self.sketch.cost(self.nodes[k, g], part.count * (here.repeat(behind) + again), BACKWARD)
         self.inputs: dict[int, int] = {}  # nodes of inputs from other pieces, by position in `outside.arrivals`
         self.tangents: dict[tuple[int, str], int] = {}  # nodes of gradients from other pieces, by output
+        self.received: dict[int, Sequence[Placed]] = {}  # the placements of either, by node
         self.owners: dict[str, tuple[int, str]] = {}  # of each weight: the first part that uses it, and its name there
         for k, part in enumerate(parts):
             self._inside_operators(k, part)

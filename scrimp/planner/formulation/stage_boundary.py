@@ -126,6 +126,7 @@ def _lands(problem: Assembly, readings: list[Reading], link: Link, when: str) ->
     """A node with the placements of a received tensor, and their bytes."""
     made = [*dict.fromkeys(option.needed[each.name] for each in readings for option in _options(problem, each))]
     node = problem.sketch.node(f"{when} from outside", [str(place) for place in made])
+    problem.received[node] = made
     nbytes = ITEMSIZE[_value(problem, readings[0]).dtype] * np.array([problem.numel(place) for place in made])
     for span in problem.sketch.always:
         problem.sketch.hold(node, *span, TEMPORARIES, nbytes)
