@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from scrimp.lower.comm import Communicator, Ranks
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.model import Lowered, lower
-    from scrimp.lower.pipeline import Peers, Pipeline
+    from scrimp.lower.pipeline import Pipeline
     from scrimp.lower.run import Runner
     from scrimp.lower.shards import Shards, cut
     from scrimp.lower.source import Generated
     from scrimp.lower.stages import Staged, lower_stages
 
 __all__ = [
-    "Communicator", "Generated", "Interpreter", "Lowered", "Peers", "Pipeline", "Ranks", "Runner", "Shards", "Staged", "check",
+    "Communicator", "Generated", "Interpreter", "Lowered", "Pipeline", "Ranks", "Runner", "Shards", "Staged", "check",
     "cut", "digest", "lower", "lower_stages",
 ]  # fmt: skip
 
@@ -55,7 +55,6 @@ __getattr__ = lazily(
         "Interpreter": "scrimp.lower.interpret",
         "Lowered": "scrimp.lower.model",
         "lower": "scrimp.lower.model",
-        "Peers": "scrimp.lower.pipeline",
         "Pipeline": "scrimp.lower.pipeline",
         "Runner": "scrimp.lower.run",
         "Generated": "scrimp.lower.source",

@@ -16,11 +16,9 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from scrimp.capture import Value
 from scrimp.errors import RunError
-from scrimp.layout import Mesh
 from scrimp.lower.comm import Communicator
 from scrimp.lower.moves import local_shape, redistribute
 from scrimp.lower.run import Key, Runner, Slots, Weights
@@ -51,8 +49,7 @@ Sent = tuple[torch.Tensor, Handle]
 
 
 class Wire(Protocol):
-    """Between ranks of different stages. Messages with one tag from one rank to another arrive in the order in which they were
-    sent."""
+    """Between ranks of different stages: `scrimp.move.Peers`, or a simulation."""
 
     def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Handle: ...
 
@@ -71,27 +68,6 @@ class StageWeights(Weights, Protocol):
         ...
 
     def set_gradient(self, name: str, tile: torch.Tensor) -> None: ...
-
-
-class Peers:
-    """All ranks of torch.distributed's default group, stage after stage. Tags keep apart what crosses different borders: gloo
-    has them."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.size = mesh.size
-
-    def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Handle:
-        work = dist.isend(_bytes(tensor), stage * self.size + rank, tag=tag)
-        assert work is not None
-        return work
-
-    def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Handle:
-        work = dist.irecv(_bytes(tensor), stage * self.size + rank, tag=tag)
-        assert work is not None
-        return work
-
-    def spread(self, tensor: torch.Tensor, stage: int) -> None:
-        dist.broadcast(tensor, stage * self.size)
 
 
 class Pipeline:
@@ -245,7 +221,7 @@ class _Step:
         lowered, comm = piece.lowered, self.pipeline.comm
         given = {name: self.taken[name] for name in lowered.batch if name in self.taken}
         for value in lowered.graph.batch:
-            whole = _rows(self.batch, value, task.micro, self.pipeline.staged.micro_batches)
+            whole = micro_rows(self.batch, value, task.micro, self.pipeline.staged.micro_batches)
             given[value.name] = self.pipeline.weights.fetch(cut(whole, lowered.batch[value.name], comm.mesh, comm.rank))
         leaving = {each.name: piece.key(each.name) for each in piece.gives}
         self.made = {name: self.taken[name] for name, key in leaving.items() if key is None}
@@ -288,7 +264,7 @@ class _Step:
         return run.staged.pieces[task.piece], runner
 
 
-def _rows(batch: Mapping[str, torch.Tensor], value: Value, micro: int, count: int) -> torch.Tensor:
+def micro_rows(batch: Mapping[str, torch.Tensor], value: Value, micro: int, count: int) -> torch.Tensor:
     """A micro-batch's rows of a tensor. One that has no rows of the batch is given to every micro-batch."""
     tensor, shape = batch[value.name], value.shape
     if tuple(tensor.shape) == shape:
@@ -305,11 +281,6 @@ def _part(tile: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, (start, stop) in enumerate(box):
         tile = tile.narrow(dim, start, stop - start)
     return tile
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor: a wire needs to know no dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _wait(sent: list[Sent]) -> None:

@@ -1,4 +1,4 @@
-"""Plans with stages: models of eight layers, one process that accumulates micro-batches, and a rank of a pipeline with a meter."""
+"""Plans with stages: models of eight layers, one process that accumulates micro-batches, and a rank with a meter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import nn
 
 from scrimp import Mesh, Plan, plan, zoo
 from scrimp.capture import Graph
-from scrimp.lower import Communicator, Interpreter, Peers, Pipeline, Runner, Staged
+from scrimp.lower import Communicator, Interpreter, Pipeline, Runner, Staged
+from scrimp.move import Peers
 from scrimp.planner import captured, precision_of
 from scrimp.planner.cost.zero_levels import accumulating
 from scrimp.planner.micro_batches import micro_batch
@@ -52,7 +53,8 @@ def planned(model: nn.Module, batch: Any, mesh: str, stages: int, micro_batches:
 def graph_of(found: Plan, model: nn.Module, batch: Any) -> Graph:
     """The graph of one micro-batch."""
     numbers = precision_of(found.precision, found.optimizer)
-    assert numbers is not None and found.schedule is not None
+    assert numbers is not None
+    assert found.schedule is not None
     return captured(model, micro_batch(batch, found.schedule.micro_batches), accumulating(numbers))
 
 
@@ -76,7 +78,7 @@ def metered_stage(
     """The loss, the stage's gradients, and the peak of all live storages and of what is at rest, with the place of the peak."""
     mine = staged.names(stage)
     shards = _Metered(staged.rest[stage], comm, {name: each for name, each in tensors_of(model).items() if name in mine})
-    run, fixed = Pipeline(staged, stage, comm, shards, Peers(staged.mesh), runner), 0
+    run, fixed = Pipeline(staged, stage, comm, shards, Peers(staged.mesh.size), runner), 0
     for each in staged.rest[stage].values():
         fixed += 4 * each.numel(each.weight, staged.mesh)
         if each.trained:
