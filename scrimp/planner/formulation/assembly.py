@@ -94,6 +94,7 @@ class Assembly:
         self.tangents: dict[tuple[int, str], int] = {}  # nodes of gradients from other pieces, by output
         self.received: dict[int, Sequence[Placed]] = {}  # the placements of either, by node
         self.owners: dict[str, tuple[int, str]] = {}  # of each weight: the first part that uses it, and its name there
+        self.borrowed: list[tuple[str, int, str]] = []  # weights that another piece of the stage holds: part and name there
         for k, part in enumerate(parts):
             self._inside_operators(k, part)
             self._inside(k, part)
