@@ -61,7 +61,7 @@ class Shards:
         if place.dims != each.use.dims:
             gradient, place = redistribute(self.comm, gradient, place, each.use, donate=donate), each.use
             donate = True
-        flat = gradient.reshape(1, -1)
+        flat, held = gradient.reshape(1, -1), gradient.untyped_storage().data_ptr()
         del gradient
         if place.partial or each.states:
             program = synthesize(
@@ -69,7 +69,11 @@ class Shards:
             )  # fmt: skip
             flat = self.comm.move(program, flat, donate=donate)
         known = self.gradients.get(name)
-        self.gradients[name] = flat if known is None else known.add_(flat)
+        if known is not None:
+            known.add_(flat)
+        else:  # later micro-batches are added in place: another value, or another weight's gradient, must not share the bytes
+            shared = not donate and flat.untyped_storage().data_ptr() == held
+            self.gradients[name] = flat.clone() if shared else flat
 
     def buffer(self, name: str) -> torch.Tensor:
         return self.buffers[name]

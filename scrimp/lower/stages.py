@@ -13,7 +13,7 @@ All ranks lower all pieces, so that both sides of a border know both placements.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -75,9 +75,8 @@ class LoweredPiece:
 
     def key(self, name: str) -> tuple[int, str] | None:
         """Where this piece makes a value; None if an earlier one does."""
-        layer, _, of = name.partition(":")
-        inside = int(layer) - self.lowered.first
-        return (inside, of) if inside >= 0 else None
+        layer, of = maker(name)
+        return (layer - self.lowered.first, of) if layer >= self.lowered.first else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +90,6 @@ class Staged:
     pieces: tuple[LoweredPiece, ...]
     rest: tuple[Mapping[str, Rest], ...]
     tied: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @property
-    def ranks(self) -> int:
-        return self.stages * self.mesh.size
 
     def names(self, stage: int) -> frozenset[str]:
         """The parameters and buffers that a stage holds."""
@@ -250,17 +245,22 @@ def _first_use(chosen: ChosenLayer, name: str) -> Placed:
     return unsplit(chosen.values[name].shape)
 
 
-def _value(graph: Graph, name: str, *, gradient: bool = False) -> Value:
-    """A value by its maker's layer and name, or its gradient that arrives there."""
+def maker(name: str) -> tuple[int, str]:
+    """The layer that makes a value, and its name there: of "3:add" 3 and "add"."""
     layer, _, of = name.partition(":")
-    made = graph.graphs[graph.layers[int(layer)].graph]
+    return int(layer), of
+
+
+def _value(graph: Graph, name: str, *, gradient: bool = False) -> Value:
+    """A value, or its gradient that arrives in the layer that made it."""
+    layer, of = maker(name)
+    made = graph.graphs[graph.layers[layer].graph]
     wanted = dict(made.tangents)[of] if gradient else of
     return next(value for value in made.values if value.name == wanted)
 
 
-def _made(lowered: Lowered, first: int, name: str) -> Placed:
-    layer, _, of = name.partition(":")
-    front = lowered.layers[int(layer) - first].ahead
+def _made(lowered: Lowered, layer: int, of: str) -> Placed:
+    front = lowered.layers[layer - lowered.first].ahead
     return front.slots[dict(front.outputs)[of]].place.complete()
 
 
@@ -269,11 +269,11 @@ def _ahead(graph: Graph, pieces: Sequence[Piece], lowered: Sequence[Lowered], k:
 
     def place(at: int, name: str) -> Placed:
         """The placement in which a piece holds it."""
-        if int(name.partition(":")[0]) >= pieces[at].first:
-            return _made(lowered[at], pieces[at].first, name)
+        if maker(name)[0] >= pieces[at].first:
+            return _made(lowered[at], *maker(name))
         return lowered[at].batch[name] if name in lowered[at].batch else spread(_value(graph, name).shape, mesh)
 
-    names = dict.fromkeys(name for each in pieces[k:] for name in each.arrivals if int(name.partition(":")[0]) < pieces[k].first)
+    names = dict.fromkeys(name for each in pieces[k:] for name in each.arrivals if maker(name)[0] < pieces[k].first)
     return tuple(
         crossing(name, (value := _value(graph, name)).dtype, tuple(value.order), place(k - 1, name), place(k, name), mesh)
         for name in names
@@ -283,25 +283,21 @@ def _ahead(graph: Graph, pieces: Sequence[Piece], lowered: Sequence[Lowered], k:
 def _behind(graph: Graph, pieces: Sequence[Piece], lowered: Sequence[Lowered], k: int, mesh: Mesh) -> tuple[Crossing, ...]:
     """The gradients that cross the border before piece k in the backward, of all values that cross it forward and have one."""
 
-    def later(at: int, name: str) -> bool:
-        return any(name in each.gradients for each in lowered[at + 1 :])
-
     def sent(name: str) -> Placed:
-        return spread(_value(graph, name).shape, mesh) if later(k, name) else lowered[k].gradients[name]
+        later = any(name in each.gradients for each in lowered[k + 1 :])
+        return spread(_value(graph, name).shape, mesh) if later else lowered[k].gradients[name]
 
     def taken(name: str) -> Placed:
-        layer, _, of = name.partition(":")
-        inside = int(layer) - pieces[k - 1].first
-        if inside < 0:
+        layer, of = maker(name)
+        if layer < pieces[k - 1].first:
             return spread(_value(graph, name).shape, mesh)
-        arrives = dict(lowered[k - 1].layers[inside].arrives)
-        return arrives[of]
+        return dict(lowered[k - 1].layers[layer - pieces[k - 1].first].arrives)[of]
 
     names = dict.fromkeys(
         name
         for at in range(k, len(pieces))
         for name in lowered[at].gradients
-        if int(name.partition(":")[0]) < pieces[k].first and _has_tangent(graph, name)
+        if maker(name)[0] < pieces[k].first and _has_tangent(graph, name)
     )
     return tuple(
         crossing(name, (value := _value(graph, name, gradient=True)).dtype, tuple(value.order), sent(name), taken(name), mesh)
@@ -310,8 +306,8 @@ def _behind(graph: Graph, pieces: Sequence[Piece], lowered: Sequence[Lowered], k
 
 
 def _has_tangent(graph: Graph, name: str) -> bool:
-    layer, _, of = name.partition(":")
-    return of in dict(graph.graphs[graph.layers[int(layer)].graph].tangents)
+    layer, of = maker(name)
+    return of in dict(graph.graphs[graph.layers[layer].graph].tangents)
 
 
 def crossing(name: str, dtype: str, order: tuple[int, ...], held: Placed, after: Placed, mesh: Mesh) -> Crossing:
@@ -322,17 +318,11 @@ def crossing(name: str, dtype: str, order: tuple[int, ...], held: Placed, after:
 
 def spread(shape: Sequence[int], mesh: Mesh) -> Placed:
     """Split over every axis of the mesh for which a dim is large enough."""
-    left, axes = [*shape], [()] * len(shape)  # type: list[int], list[tuple[str, ...]]
+    left = [*shape]
+    axes: list[tuple[str, ...]] = [()] * len(shape)
     for axis, dim in product(mesh.names, range(len(shape))):
         size = mesh.axis_size(axis)
         if not any(axis in each for each in axes) and left[dim] % size == 0 and left[dim] >= size:
             left[dim] //= size
             axes[dim] = (*axes[dim], axis)
     return placed([[(size, over)] for size, over in zip(shape, axes, strict=True)])
-
-
-def all_turns(staged: Staged) -> Iterator[tuple[Turn, ...]]:
-    """The turns of every stage."""
-    interleave = len(staged.pieces) // staged.stages
-    for stage in range(staged.stages):
-        yield turns(stage, staged.stages, staged.micro_batches, interleave)

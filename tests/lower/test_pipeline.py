@@ -14,10 +14,12 @@ import torch
 from scrimp import Mesh, Plan, RunError
 from scrimp.capture import BORDER, Value, to_json
 from scrimp.ext.ranks import pool
-from scrimp.lower import cut, lower, lower_stages
+from scrimp.lower import Shards, cut, lower, lower_stages
 from scrimp.lower.pipeline import micro_rows
+from scrimp.lower.rest import rest_of
 from scrimp.lower.stages import EXPECT, RUN, SEND, SENT, TAKE, Turn, messages, spread, tile_shape, turns
 from scrimp.planner import Task, placed, tasks, unsplit
+from tests.support.lowering.rehearse import Alone
 from tests.support.lowering.run import Ran, worst_of
 from tests.support.lowering.staged import accumulated, batch_for, build, graph_of, planned
 
@@ -207,6 +209,19 @@ def test_what_is_passed_on_is_split_over_all_ranks() -> None:
     assert str(spread((8, 12), mesh)) == "[x*y,-]"
     assert str(spread((3, 5), mesh)) == "[-,-]"
     assert str(spread((), mesh)) == "[]"
+
+
+def test_gradients_of_two_weights_share_no_bytes() -> None:
+    """One tensor is the gradient of both: a sum of micro-batches in place must change neither it nor the other weight's sum."""
+    mesh, use, whole = Mesh.parse("x=1"), unsplit((2, 3)), torch.zeros(2, 3)
+    rest = {name: rest_of(name, (2, 3), "float32", use, (0,), mesh, trained=True) for name in "ab"}
+    shards, gradient = Shards(rest, Alone(mesh), {"a": whole, "b": whole}), torch.ones(2, 3)
+    for _ in range(2):
+        for name in "ab":
+            shards.accumulate(name, gradient, use, donate=False)
+    assert torch.equal(shards.whole_gradient("a"), torch.full((2, 3), 2.0))
+    assert torch.equal(shards.whole_gradient("b"), torch.full((2, 3), 2.0))
+    assert torch.equal(gradient, torch.ones(2, 3))
 
 
 # Refusals.
