@@ -120,7 +120,7 @@ def test_a_weight_of_two_pieces_of_one_stage_counts_once() -> None:
     elements = sum(prod(each.shape) for each in graph.parameters if each.name in names and not each.buffer)
     whole = [nbytes for first, _, kind, nbytes in stage.joined.sketch.once if first == 0 and kind == "parameters"]
     assert sum(whole) == 2 * elements
-    alone = [Stage(one.setup, 0, [each]).joined.sketch.once for each in mine]
+    alone = [Stage(planner(2, 4, 1, layers=4).setup, 0, [each]).joined.sketch.once for each in mine]
     apart = sum(nbytes for once in alone for first, _, kind, nbytes in once if first == 0 and kind == "parameters")
     tied = next(each for each in graph.parameters if each.name in mine[0].shared)
     assert apart == 2 * (elements + prod(tied.shape))

@@ -46,7 +46,7 @@ def planned(model: nn.Module, batch: Any, mesh: str, stages: int, micro_batches:
         warnings.simplefilter("ignore")
         return plan(
             model, batch, f"{stages * Mesh.parse(mesh).size}xCPU", mesh=mesh, precision="fp32", stages=stages,
-            micro_batches=micro_batches, interleave=interleave, **{"time_limit": 3, "gap": 0.05, **settings},
+            micro_batches=micro_batches, interleave=interleave, **{"time_limit": 8, "gap": 0.05, **settings},
         )  # fmt: skip
 
 
