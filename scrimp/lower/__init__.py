@@ -14,12 +14,14 @@ Read in this order:
     rest.py       weights between steps: their shards, and the placement in use
     model.py      `lower`: all layers; what leaves one is what the next one gets
     checker.py    the proof of a lowered model, apart from what builds it
-    comm.py, moves.py    communication: moves between placements
+    moves.py      communication: moves between placements
     shards.py     the model's data on a rank
     run.py        a training step: forward and backward through all layers
     source.py     the steps of a layer as generated Python, which runs them
     interpret.py  runs them one by one: the oracle of the generated source
     layer_module.py  a lowered layer as an `nn.Module`, for a training loop of one's own
+    stages.py     `lower_stages`: the pieces of a pipeline, what crosses their borders, and the order of a stage's turns
+    pipeline.py   a training step of a rank of a pipeline, over all micro-batches
 """
 
 from __future__ import annotations
@@ -30,19 +32,42 @@ from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
     from scrimp.lower.checker import check, digest
-    from scrimp.lower.comm import Communicator, Ranks
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.layer_module import LayerModule, module
-    from scrimp.lower.model import Lowered, lower
-    from scrimp.lower.moves import local_shape, made_whole
+    from scrimp.lower.model import Lowered, later_axes, lower
+    from scrimp.lower.moves import Communicator, Ranks, local_shape, made_whole
+    from scrimp.lower.pipeline import Pipeline
     from scrimp.lower.rest import Rest
     from scrimp.lower.run import Runner
     from scrimp.lower.shards import Shards, cut, flat_tile, gathered, shared, summed
     from scrimp.lower.source import Generated
+    from scrimp.lower.stages import Staged, lower_stages
 
 __all__ = [
-    "Communicator", "Generated", "Interpreter", "LayerModule", "Lowered", "Ranks", "Rest", "Runner", "Shards", "check",
-    "cut", "digest", "flat_tile", "gathered", "local_shape", "lower", "made_whole", "module", "shared", "summed",
+    "Communicator",
+    "Generated",
+    "Interpreter",
+    "LayerModule",
+    "Lowered",
+    "Pipeline",
+    "Ranks",
+    "Rest",
+    "Runner",
+    "Shards",
+    "Staged",
+    "check",
+    "cut",
+    "digest",
+    "flat_tile",
+    "gathered",
+    "later_axes",
+    "local_shape",
+    "lower",
+    "lower_stages",
+    "made_whole",
+    "module",
+    "shared",
+    "summed",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -50,15 +75,19 @@ __getattr__ = lazily(
     {
         "check": "scrimp.lower.checker",
         "digest": "scrimp.lower.checker",
-        "Communicator": "scrimp.lower.comm",
-        "Ranks": "scrimp.lower.comm",
+        "Communicator": "scrimp.lower.moves",
+        "Ranks": "scrimp.lower.moves",
         "Interpreter": "scrimp.lower.interpret",
         "Lowered": "scrimp.lower.model",
+        "later_axes": "scrimp.lower.model",
         "lower": "scrimp.lower.model",
         "LayerModule": "scrimp.lower.layer_module",
         "module": "scrimp.lower.layer_module",
+        "Pipeline": "scrimp.lower.pipeline",
         "Runner": "scrimp.lower.run",
         "Generated": "scrimp.lower.source",
+        "Staged": "scrimp.lower.stages",
+        "lower_stages": "scrimp.lower.stages",
         "Shards": "scrimp.lower.shards",
         "Rest": "scrimp.lower.rest",
         "cut": "scrimp.lower.shards",

@@ -11,7 +11,7 @@ again where its base was moved, gathered or offloaded in between, because the vi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from scrimp.capture import BORDER, BUFFER, MADE, PARAMETER
@@ -278,7 +278,9 @@ def behind(layer: ChosenLayer, front: Ahead, tangents: Mapping[str, Placed], wei
         if layer.values[name].kind == BORDER
     )
     kept, given = {slot for _, slot in leaving}, {slot for _, slot in arriving}
-    steps = _with_frees(phases.steps, phases.slots, kept, given | {*front.saved})
+    outside = {front.slots[slot].storage for _, slot in (*front.inputs, *front.outputs)}
+    own = {storage for slot in front.saved if (storage := front.slots[slot].storage) not in outside and slot not in front.hosted}
+    steps = _with_frees(phases.steps, phases.slots, kept, given | {*front.saved}, own)
     return Behind(steps=steps, tangents=arriving, gradients=leaving, slots=tuple(phases.slots))
 
 
@@ -301,14 +303,16 @@ def _again(layer: ChosenLayer, front: Ahead) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _with_frees(steps: list[Step], slots: list[Slot], kept: set[int], given: set[int]) -> tuple[Step, ...]:
+def _with_frees(
+    steps: list[Step], slots: list[Slot], kept: set[int], given: set[int], own: Collection[int] = ()
+) -> tuple[Step, ...]:
     """The same steps, with a `Free` behind the last use of each slot, and moves that may consume their source marked so. `given`:
-    slots that come from outside; the bytes of saved ones are the layer's own, but inputs and tangents may be held elsewhere."""
+    slots that come from outside; `own`: storages among them that nobody else holds."""
     last: dict[int, int] = {}
     for k, step in enumerate(steps):
         for slot in (*filled(step), *read(step)):
             last[slot] = k
-    made = {slot for step in steps for slot in filled(step) if not isinstance(step, (Gather, Buffer))}
+    made = {*own, *(slot for step in steps for slot in filled(step) if not isinstance(step, (Gather, Buffer)))}
     found: list[Step] = []
     unread = tuple(sorted(slot for slot in given if slot not in last and slot not in kept))
     if unread:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from scrimp.capture import PARAMETER, Graph
 from scrimp.errors import RunError
-from scrimp.lower.comm import Communicator, Ranks
 from scrimp.lower.layer import ahead, behind
 from scrimp.lower.model import Lowered, LoweredLayer, lower, placed_weights
-from scrimp.lower.moves import local_shape, redistribute
+from scrimp.lower.moves import Communicator, Ranks, local_shape, redistribute
+from scrimp.lower.rest import Rest
 from scrimp.lower.run import Slots
 from scrimp.lower.shards import Shards
 from scrimp.lower.source import Generated
@@ -72,7 +72,7 @@ class LayerModule(nn.Module):
         self.output_places = _places(self._layer.ahead.outputs, self._layer.ahead)
         held = {of: lowered.rest.get(of) for of in self._layer.names.values()}
         rest = {name: replace(each, weight=(), gradient=(), states=()) for name, each in held.items() if each is not None}
-        self._tiles = _Tiles(replace(lowered, rest=rest), comm, _typed(whole, self._layer), self, self._layer.path)
+        self._tiles = _Tiles(rest, comm, _typed(whole, self._layer), self, self._layer.path)
         self._trained = tuple(
             self._layer.names[name]
             for name, _ in self._layer.chosen.model.graph.gradients
@@ -171,8 +171,10 @@ class _Through(torch.autograd.Function):
 class _Tiles(Shards):
     """Weights and buffers that are the module's own parameters and buffers: wherever it was moved, whatever was loaded."""
 
-    def __init__(self, lowered: Lowered, comm: Communicator, whole: Mapping[str, Tensor], module: nn.Module, path: str) -> None:
-        super().__init__(lowered, comm, whole, device=next(iter(whole.values())).device if whole else "cpu")
+    def __init__(
+        self, rest: Mapping[str, Rest], comm: Communicator, whole: Mapping[str, Tensor], module: nn.Module, path: str
+    ) -> None:
+        super().__init__(rest, comm, whole, device=next(iter(whole.values())).device if whole else "cpu")
         self._tables: dict[str, tuple[Mapping[str, Any], str]] = {}
         for name, flat in self.weights.items():
             owner, last = _owner(module, path, name)

@@ -6,12 +6,13 @@ Equal layers share one program: the same choices, and the same placements of wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from scrimp.capture import BUFFER, Graph, Source
+from scrimp.errors import RunError
 from scrimp.layout import Mesh
 from scrimp.lower.choice import ChosenLayer, chosen_layers
 from scrimp.lower.layer import ahead, behind
@@ -53,19 +54,23 @@ class LoweredLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """`rest`: of each parameter; `batch`: the placement of each tensor of the batch; `loss`: where the loss is, and how.
-    `gradients`: of each trained parameter the axes along which its gradient arrives as a partial sum, one entry for each layer
-    that brings a summand; None where that is not in the weight's placement."""
+    """`rest`: of each parameter; `batch`: the placement of each tensor of the batch; `loss`: where the loss is. Of a piece of a
+    pipeline: `first` is the number of its first layer, `batch` has its inputs from other pieces too, `gradients` has the
+    placements in which their gradients leave, and `loss` is None unless this piece makes it. `partials`: of
+    each trained parameter the axes along which its gradient arrives as a partial sum, one entry for each layer that brings a
+    summand; None where that is not in the weight's placement."""
 
     graph: Graph
     mesh: Mesh
     layers: tuple[LoweredLayer, ...]
     rest: Mapping[str, Rest]
     batch: Mapping[str, Placed]
-    loss: Source
+    loss: Source | None
+    first: int = 0
+    gradients: Mapping[str, Placed] = field(default_factory=dict)
 
     @cached_property
-    def gradients(self) -> Mapping[str, tuple[tuple[str, ...] | None, ...]]:
+    def partials(self) -> Mapping[str, tuple[tuple[str, ...] | None, ...]]:
         found: dict[str, tuple[tuple[str, ...] | None, ...]] = {}
         for layer in self.layers:
             for step in layer.behind.steps:
@@ -75,11 +80,6 @@ class Lowered:
                     found[name] = (*found.get(name, ()), step.before.partial if as_used else None)
         return found
 
-    def later(self, name: str, *, accumulated: bool) -> tuple[str, ...]:
-        """`Rest.later` of a parameter."""
-        partial = {*self.gradients[name]}
-        return self.rest[name].later(next(iter(partial)) if len(partial) == 1 else None, accumulated=accumulated)
-
     @property
     def programs(self) -> int:
         """How many different programs there are, of forwards and of backwards."""
@@ -88,11 +88,45 @@ class Lowered:
 
 def lower(plan: Plan, graph: Graph) -> Lowered:
     """Raises `RunError` if the plan was not made for this graph."""
-    verify(plan, graph)
-    layers, mesh = chosen_layers(plan, graph), plan.mesh
-    verify_fingerprint(plan, graph)
-    rest = _rest(layers, graph, mesh)
+    if plan.schedule is not None and len(plan.schedule.stages) > 1:
+        raise RunError(f"the plan has {len(plan.schedule.stages)} pipeline stages: lower it with lower_stages")
+    layers = verified(plan, graph)
     batch = {each.name: Placed(each.factors) for each in plan.batch}
+    rest = rest_of_layers(layers, graph, plan.mesh)
+    return lower_layers(graph, layers, plan.mesh, {**rest, **_unused(graph, rest, plan.mesh)}, batch)
+
+
+def _unused(graph: Graph, used: Collection[str], mesh: Mesh) -> dict[str, Rest]:
+    """Parameters that no operator uses: every rank holds all of them."""
+    level = (0,) * len(mesh.names)
+    return {
+        each.name: rest_of(each.name, each.shape, each.dtype, unsplit(each.shape), level, mesh, trained=each.trained)
+        for each in graph.parameters
+        if not each.buffer and each.name not in used
+    }
+
+
+def verified(plan: Plan, graph: Graph) -> tuple[ChosenLayer, ...]:
+    """The plan's choices for the layers of the graph. Raises `RunError` if it was not made for this graph."""
+    verify(plan, graph)
+    layers = chosen_layers(plan, graph)
+    verify_fingerprint(plan, graph)
+    return layers
+
+
+def lower_layers(
+    graph: Graph,
+    layers: Sequence[ChosenLayer],
+    mesh: Mesh,
+    rest: Mapping[str, Rest],
+    batch: Mapping[str, Placed],
+    *,
+    first: int = 0,
+    arrivals: Collection[str] = (),
+    tangents: Mapping[tuple[int | None, str], Placed] | None = None,
+) -> Lowered:
+    """Lowers layers whose inputs are in `batch`. Of a piece: `arrivals` are its inputs from other pieces, and `tangents` has the
+    placements in which gradients of its outputs arrive from them."""
     found: list[dict[str, Any]] = []
     fronts: dict[Any, Ahead] = {}
     backs: dict[Any, Behind] = {}
@@ -109,10 +143,12 @@ def lower(plan: Plan, graph: Graph) -> Lowered:
         front = fronts[key]
         made.update({(k, name): front.slots[slot].place for name, slot in front.outputs})
         found.append({"path": layer.path, "chosen": chosen, "ahead": front, "names": names, "sources": tuple(sources.items())})
-    arriving: dict[tuple[int | None, str], Placed] = {}
+    arriving: dict[tuple[int | None, str], Placed] = {**(tangents or {})}
     readers = Counter((source.layer, source.name) for layer in graph.layers for source in layer.inputs)
-    if graph.loss.layer is not None:
-        arriving[graph.loss.layer, graph.loss.name] = made[graph.loss.layer, graph.loss.name].complete()
+    loss = None
+    if graph.loss.layer is not None and graph.loss.layer - first in range(len(layers)):
+        loss = Source(layer=graph.loss.layer - first, name=graph.loss.name)
+        arriving[loss.layer, loss.name] = made[loss.layer, loss.name].complete()
     for k in reversed(range(len(found))):
         chosen, front = found[k]["chosen"], found[k]["ahead"]
         arrives = {output: arriving.get((k, output), made[k, output].complete()) for output, _ in chosen.model.graph.tangents}
@@ -124,17 +160,29 @@ def lower(plan: Plan, graph: Graph) -> Lowered:
         sources = dict(found[k]["sources"])
         for name, slot in back.gradients:
             source = sources[name]
-            if source.layer is not None:
+            if source.layer is not None or source.name in arrivals:
                 place = back.slots[slot].place
-                several = readers[source.layer, source.name] > 1
+                several = source.layer is None or readers[source.layer, source.name] > 1
                 arriving.setdefault((source.layer, source.name), place.complete() if several else place)
     return Lowered(
-        graph=graph, mesh=mesh, layers=tuple(LoweredLayer(**each) for each in found), rest=rest, batch=batch, loss=graph.loss
-    )
+        graph=graph, mesh=mesh, layers=tuple(LoweredLayer(**each) for each in found), rest=rest, batch=batch, loss=loss,
+        first=first, gradients={name: arriving[None, name] for name in arrivals if (None, name) in arriving},
+    )  # fmt: skip
 
 
-def _rest(layers: tuple[ChosenLayer, ...], graph: Graph, mesh: Mesh) -> dict[str, Rest]:
-    """By the choice of the first layer that uses the weight. Every rank holds all of a weight that no operator uses."""
+def later_axes(pieces: Sequence[Lowered], *, accumulated: bool) -> dict[str, tuple[str, ...]]:
+    """`Rest.later` of each parameter, for a model or the pieces of it on one rank; those for which it is not empty."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, each in ((name, each) for piece in pieces for name, each in piece.rest.items()):
+        partial = {axes for piece in pieces for axes in piece.partials.get(name, ())}
+        axes = each.later(next(iter(partial)) if len(partial) == 1 else None, accumulated=accumulated)
+        if axes:
+            found[name] = axes
+    return found
+
+
+def rest_of_layers(layers: Sequence[ChosenLayer], graph: Graph, mesh: Mesh) -> dict[str, Rest]:
+    """By the choice of the first layer that uses the weight."""
     known = {each.name: each for each in graph.parameters if not each.buffer}
     found: dict[str, Rest] = {}
     for layer, chosen in zip(graph.layers, layers, strict=True):
@@ -145,10 +193,6 @@ def _rest(layers: tuple[ChosenLayer, ...], graph: Graph, mesh: Mesh) -> dict[str
                 found[of] = rest_of(
                     of, each.shape, chosen.values[name].dtype, chosen.weights[name], chosen.level(name), mesh, trained=trained
                 )
-    for name, each in known.items():
-        if name not in found:
-            level = (0,) * len(mesh.names)
-            found[name] = rest_of(name, each.shape, each.dtype, unsplit(each.shape), level, mesh, trained=each.trained)
     return found
 
 

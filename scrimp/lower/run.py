@@ -7,14 +7,13 @@ layer's backward, the gradient of an output until the layer that made the output
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
 
-from scrimp.lower.comm import Communicator
 from scrimp.lower.model import Lowered, LoweredLayer
-from scrimp.lower.moves import local_shape, redistribute
+from scrimp.lower.moves import Communicator, local_shape, redistribute
 from scrimp.lower.steps import Ahead, Behind
 from scrimp.planner import Placed
 
@@ -60,8 +59,10 @@ class Runner:
         """Forward and backward on this rank's part of the batch; the loss is that of the whole batch. `scale`: a factor of all
         gradients."""
         with torch.no_grad():
-            saved, loss = self.forward(batch)
-            self.backward(saved, torch.full_like(loss, scale))
+            saved, left = self.forward({**batch})
+            assert self.lowered.loss is not None
+            loss = left[self.lowered.loss.layer, self.lowered.loss.name]
+            self.backward(saved, {(self.lowered.loss.layer, self.lowered.loss.name): torch.full_like(loss, scale)})
         return loss
 
     def draw(self, op: int, coordinates: tuple[tuple[str, int], ...]) -> torch.Generator:
@@ -69,55 +70,58 @@ class Runner:
         text = repr((self.seed, self.layer, op, coordinates)).encode()
         return torch.Generator(self.device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"))
 
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> tuple[list[Slots], torch.Tensor]:
-        """Returns each layer's saved slots, and the loss."""
+    def forward(
+        self, given: dict[str, torch.Tensor], leaving: Collection[Key] = ()
+    ) -> tuple[list[Slots], dict[Key, torch.Tensor]]:
+        """What the backward reads, by layer; and the loss and the outputs that leave, complete. Empties `given`."""
         left = self._readers()
-        made: dict[Key, torch.Tensor] = {(None, name): tensor for name, tensor in batch.items()}
+        out: dict[Key, torch.Tensor] = {}
+        made: dict[Key, torch.Tensor] = {(None, name): tensor for name, tensor in given.items()}
+        given.clear()
+        loss = self.lowered.loss and (self.lowered.loss.layer, self.lowered.loss.name)
         saved: list[Slots] = []
-        loss: torch.Tensor | None = None
         for k, layer in enumerate(self.lowered.layers):
-            self.layer, slots = k, {}
+            self.layer, slots = self.lowered.first + k, {}
             for (_, source), (_, slot) in zip(layer.sources, layer.ahead.inputs, strict=True):
                 key = (source.layer, source.name)
                 left[key] -= 1
-                slots[slot] = made[key] if left[key] or source.layer is None else made.pop(key)
-            self.weights.enter(k, backward=False)
+                slots[slot] = made[key] if left[key] else made.pop(key)
+            self.weights.enter(self.layer, backward=False)
             self.phase(layer, layer.ahead, slots)
-            self.weights.leave(k, backward=False)
+            self.weights.leave(self.layer, backward=False)
             for name, slot in layer.ahead.outputs:
-                if (k, name) == (self.lowered.loss.layer, self.lowered.loss.name):
-                    loss = self._complete(slots[slot], layer.ahead.slots[slot].place)
+                if (k, name) == loss or (k, name) in leaving:
+                    out[k, name] = self._complete(slots[slot], layer.ahead.slots[slot].place)
                 if left.get((k, name)):
                     made[k, name] = slots[slot]
             saved.append({slot: slots[slot] for slot in layer.ahead.saved})
             slots.clear()
-        assert loss is not None
-        return saved, loss
+        return saved, out
 
-    def backward(self, saved: list[Slots], gradient: torch.Tensor) -> None:
-        """`gradient`: of the loss. Every layer's saved slots are freed behind its backward."""
-        arrived: dict[Key, torch.Tensor] = {(self.lowered.loss.layer, self.lowered.loss.name): gradient}
+    def backward(self, saved: list[Slots], arrived: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """`arrived`: gradients of the loss and of outputs that left. Returns those of inputs from other pieces; empties both."""
         for k in reversed(range(len(self.lowered.layers))):
             layer, slots = self.lowered.layers[k], saved.pop()
-            self.layer, places = k, dict(layer.arrives)
+            self.layer, places = self.lowered.first + k, dict(layer.arrives)
             for output, slot in layer.behind.tangents:
                 if (k, output) in arrived:
                     slots[slot] = arrived.pop((k, output))
                 else:
                     slots[slot] = self._zeros(layer, slot, places[output])
-            self.weights.enter(k, backward=True)
+            self.weights.enter(self.layer, backward=True)
             self.phase(layer, layer.behind, slots)
-            self.weights.leave(k, backward=True)
+            self.weights.leave(self.layer, backward=True)
             sources = dict(layer.sources)
             for name, slot in layer.behind.gradients:
                 source = sources[name]
-                if source.layer is not None:
-                    self._arrive(arrived, (source.layer, source.name), slots.pop(slot), layer.behind.slots[slot].place)
+                self._arrive(arrived, (source.layer, source.name), slots[slot], layer.behind.slots[slot].place)
             slots.clear()
+        return arrived
 
-    def _arrive(self, arrived: dict[Key, torch.Tensor], key: tuple[int, str], gradient: torch.Tensor, place: Placed) -> None:
+    def _arrive(self, arrived: dict[Key, torch.Tensor], key: Key, gradient: torch.Tensor, place: Placed) -> None:
         """Gradients of a value that several layers read are completed and summed, in the placement of the first that arrives."""
-        wanted = dict(self.lowered.layers[key[0]].arrives).get(key[1])
+        places = self.lowered.gradients if key[0] is None else dict(self.lowered.layers[key[0]].arrives)
+        wanted = places.get(key[1])
         if wanted is None:
             return
         if place != wanted:

@@ -9,9 +9,7 @@ from math import prod
 import torch
 
 from scrimp.layout import Mesh
-from scrimp.lower.comm import Communicator
-from scrimp.lower.model import Lowered
-from scrimp.lower.moves import local_shape, made_whole, redistribute
+from scrimp.lower.moves import Communicator, local_shape, made_whole, redistribute
 from scrimp.lower.rest import Rest
 from scrimp.move import synthesize
 from scrimp.planner import Placed
@@ -93,11 +91,17 @@ class Shards:
     """Weights at rest, and gradients: each rank holds its share of each tile, flat."""
 
     def __init__(
-        self, lowered: Lowered, comm: Communicator, whole: Mapping[str, torch.Tensor], *, device: torch.device | str = "cpu"
+        self,
+        rest: Mapping[str, Rest],
+        comm: Communicator,
+        whole: Mapping[str, torch.Tensor],
+        later: Mapping[str, tuple[str, ...]] | None = None,
+        *,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """`whole`: the model's parameters and buffers, by name, on any device. `device`: where operators run."""
-        self.lowered, self.rest, self.comm, self.device = lowered, lowered.rest, comm, torch.device(device)
-        rest = lowered.rest
+        """`whole`: the model's parameters and buffers, by name, on any device. `later`: axes along which a gradient is summed
+        when it is read. `device`: where operators run."""
+        self.rest, self.comm, self.device, self._later = rest, comm, torch.device(device), dict(later or {})
         self.weights = {name: self._share(each, whole[name]) for name, each in rest.items()}
         self.gradients: dict[str, torch.Tensor] = {}
         self.buffers = {name: tensor.to(self.device, copy=True) for name, tensor in whole.items() if name not in rest}
@@ -118,10 +122,15 @@ class Shards:
 
     def accumulate(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> None:
         """Sums a gradient into its shard, sharded as the plan says."""
-        each, later = self.rest[name], self.lowered.later(name, accumulated=False)
+        each, later, held = self.rest[name], self._later.get(name, ()), gradient.untyped_storage().data_ptr()
         flat = summed(self.comm, gradient, place, each, each.gradient if later else each.states, later=later, donate=donate)
+        del gradient
         known = self.gradients.get(name)
-        self.gradients[name] = flat if known is None else known.add_(flat)
+        if known is not None:
+            known.add_(flat)
+        else:  # later micro-batches are added in place: another value, or another weight's gradient, must not share the bytes
+            alias = not donate and flat.untyped_storage().data_ptr() == held
+            self.gradients[name] = flat.clone() if alias else flat
 
     def buffer(self, name: str) -> torch.Tensor:
         return self.buffers[name]
@@ -137,9 +146,19 @@ class Shards:
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True, copy=True)
 
-    def whole_gradient(self, name: str) -> torch.Tensor:
-        """A gradient as one process would have it."""
-        each, later, flat = self.rest[name], self.lowered.later(name, accumulated=False), self.gradients[name]
+    def gradient_tile(self, name: str) -> torch.Tensor:
+        """An accumulated gradient in the placement of its weight in use."""
+        each, later, flat = self.rest[name], self._later.get(name, ()), self.gradients[name]
         if later:
             flat = shared(self.comm, flat, each, (each.gradient, later), (each.states, ()), donate=False)
-        return made_whole(self.comm, gathered(self.comm, flat, each, each.states), each.use)
+        return gathered(self.comm, flat, each, each.states)
+
+    def set_gradient(self, name: str, tile: torch.Tensor) -> None:
+        """Replaces an accumulated gradient by one that is summed. `tile`: as `gradient_tile` gives it."""
+        each = self.rest[name]
+        self._later.pop(name, None)
+        self.gradients[name] = summed(self.comm, tile, each.use, each, each.states, donate=True)
+
+    def whole_gradient(self, name: str) -> torch.Tensor:
+        """A gradient as one process would have it."""
+        return made_whole(self.comm, self.gradient_tile(name), self.rest[name].use)

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from scrimp.move.program import Program, Step
     from scrimp.move.run.comm import end_group, mesh_rank
     from scrimp.move.run.many import redistribute_many
+    from scrimp.move.run.peers import Peers
     from scrimp.move.run.run import run_between, run_program
     from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout
 
 __all__ = [
-    "ITEMSIZE", "MoveCost", "MoveCosts", "Program", "Step", "all_gather_flat", "clear_program_cache", "default_store",
-    "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "redistribute_many", "run_between", "run_program",
+    "ITEMSIZE", "MoveCost", "MoveCosts", "Peers", "Program", "Step", "all_gather_flat", "clear_program_cache",
+    "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "redistribute_many", "run_between",
+    "run_program",
     "synthesize", "tiles",
 ]  # fmt: skip
 
@@ -53,6 +55,7 @@ __getattr__ = lazily(
         "mesh_rank": "scrimp.move.run.comm",
         "all_gather_flat": "scrimp.move.run.torch_private",
         "redistribute_many": "scrimp.move.run.many",
+        "Peers": "scrimp.move.run.peers",
         "run_between": "scrimp.move.run.run",
         "run_program": "scrimp.move.run.run",
         "default_store": "scrimp.move.run.torch_private",

@@ -41,11 +41,13 @@ if TYPE_CHECKING:
     from scrimp.planner.formulation.assembly import Assembly
     from scrimp.planner.formulation.on_mesh import Layers, OnMesh
     from scrimp.planner.pipeline.plan import schedules
+    from scrimp.planner.pipeline.schedule import Task, tasks
     from scrimp.planner.pipeline.stage_devices import stage_cluster, whole_mesh
     from scrimp.planner.shard.layer_model import LayerModel
     from scrimp.planner.shard.op_groups import kept_whole
     from scrimp.planner.shard.options import passed_on
     from scrimp.planner.shard.placement import Placed, between, common, placed, unsplit
+    from scrimp.planner.shard.stage_subgraph import Piece, piece
     from scrimp.planner.solver.backend import solver_name
     from scrimp.planner.solver.evaluate import Evaluation, evaluate, held_nbytes
     from scrimp.planner.solver.found import Phase
@@ -57,10 +59,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "WEIGHTS", "Assembly",
     "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "PairHold", "Phase",
-    "Placed", "Plan", "PlannedGroup", "PlannedLayers", "Problem", "Solution", "axes_at_rest", "baseline_plan", "between",
-    "captured", "captured_for", "change_of", "check_names", "common", "compare", "evaluate", "frontier", "held_nbytes",
-    "kept_whole", "limit_of", "memory_of", "passed_on", "placed", "plan", "precision_of", "schedules", "solve",
-    "solver_name", "stage_cluster", "unsplit", "whole_mesh",
+    "Piece", "Placed", "Plan", "PlannedGroup", "PlannedLayers", "Problem", "Solution", "Task", "axes_at_rest",
+    "baseline_plan", "between", "captured", "captured_for", "change_of", "check_names", "common", "compare", "evaluate",
+    "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "piece", "placed", "plan",
+    "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "tasks", "unsplit", "whole_mesh",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -94,6 +96,8 @@ __getattr__ = lazily(
         "axes_at_rest": "scrimp.planner.cost.zero_levels",
         "precision_of": "scrimp.planner.cost.zero_levels",
         "schedules": "scrimp.planner.pipeline.plan",
+        "Task": "scrimp.planner.pipeline.schedule",
+        "tasks": "scrimp.planner.pipeline.schedule",
         "stage_cluster": "scrimp.planner.pipeline.stage_devices",
         "whole_mesh": "scrimp.planner.pipeline.stage_devices",
         "LayerModel": "scrimp.planner.shard.layer_model",
@@ -104,6 +108,8 @@ __getattr__ = lazily(
         "between": "scrimp.planner.shard.placement",
         "placed": "scrimp.planner.shard.placement",
         "unsplit": "scrimp.planner.shard.placement",
+        "Piece": "scrimp.planner.shard.stage_subgraph",
+        "piece": "scrimp.planner.shard.stage_subgraph",
         "solver_name": "scrimp.planner.solver.backend",
         "Evaluation": "scrimp.planner.solver.evaluate",
         "evaluate": "scrimp.planner.solver.evaluate",

@@ -12,7 +12,7 @@ from torch import nn
 from scrimp import Plan, plan, zoo
 from scrimp.capture import capture, fingerprint, to_json
 from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
-from scrimp.lower import Generated, Interpreter, Runner, Shards, cut, lower, module
+from scrimp.lower import Generated, Interpreter, Runner, Shards, cut, later_axes, lower, module
 from scrimp.planner.baselines.compare import baseline_plan
 from scrimp.rules.core import attention_private
 from scrimp.rules.core.attention_private import attention, attention_backward
@@ -43,7 +43,7 @@ def stepped(found: Plan, model: nn.Module, batch: Any, runner: type[Runner] = Ge
     lowered = lower(found, found.source.graph)
 
     def job(comm: ThreadRank) -> Ran:
-        shards = Shards(lowered, comm, tensors_of(model), device="cuda")
+        shards = Shards(lowered.rest, comm, tensors_of(model), later_axes((lowered,), accumulated=False), device="cuda")
         given = batch_of(lowered.graph, batch)
         part = {name: cut(each, lowered.batch[name], comm.mesh, comm.rank).cuda() for name, each in given.items()}
         loss = runner(lowered, comm, shards, seed=seed, device="cuda").step(part)

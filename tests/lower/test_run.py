@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scrimp import Plan, plan
-from scrimp.lower import Interpreter, Lowered, Shards, cut, lower
+from scrimp.lower import Interpreter, Lowered, Shards, cut, later_axes, lower
 from tests.support.lowering.run import batch_of, tensors_of
 from tests.support.lowering.threads import ThreadRank, on_threads
 
@@ -35,7 +35,7 @@ def planned(model: nn.Module, batch: Any, **settings: Any) -> Plan:
 
 def stepped(lowered: Lowered, model: nn.Module, batch: Any, seed: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     def job(comm: ThreadRank) -> tuple[float, dict[str, torch.Tensor]]:
-        shards = Shards(lowered, comm, tensors_of(model))
+        shards = Shards(lowered.rest, comm, tensors_of(model), later_axes((lowered,), accumulated=False))
         given = batch_of(lowered.graph, batch)
         part = {name: cut(each, lowered.batch[name], comm.mesh, comm.rank).clone() for name, each in given.items()}
         loss = Interpreter(lowered, comm, shards, seed=seed).step(part)

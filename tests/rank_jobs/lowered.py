@@ -10,7 +10,7 @@ from torch import nn
 
 from scrimp import Mesh, Plan, RunError, zoo
 from scrimp.capture import from_json
-from scrimp.lower import Generated, Ranks, Shards, cut, digest, lower, module
+from scrimp.lower import Generated, Ranks, Shards, cut, digest, later_axes, lower, module
 from tests.support.lowering.run import at_rest_nbytes, batch_of, metered, tensors_of
 
 
@@ -37,7 +37,7 @@ def step_on_gpu(plan: str, graph: str, name: str, settings: dict[str, Any], rows
     batch = batch_of(captured, zoo.example_batch(name, rows, **settings))
     lowered, comm = lower(found, captured), Ranks(found.mesh, dist.get_rank())
     comm.agree(digest(lowered), "cuda")
-    shards = Shards(lowered, comm, tensors_of(model), device="cuda")
+    shards = Shards(lowered.rest, comm, tensors_of(model), later_axes((lowered,), accumulated=False), device="cuda")
     part = {each: cut(tensor, lowered.batch[each], comm.mesh, comm.rank).cuda() for each, tensor in batch.items()}
     loss = Generated(lowered, comm, shards, device="cuda").step(part)
     return float(loss), {each: shards.whole_gradient(each).cpu() for each in shards.gradients}

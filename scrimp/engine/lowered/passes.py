@@ -109,11 +109,13 @@ class PlannedPasses:
         self._runner.seed = hash((self._seed, engine.steps, number))
         self.weights.begin()
         with torch.no_grad():
-            saved, loss = self._runner.forward(here)
+            saved, left = self._runner.forward({**here})
+            where, loss = left.popitem()
             value = loss.detach().clone()
             self._residents.enter(Phase.BACKWARD)
             try:
-                self._runner.backward(saved, torch.full_like(loss, engine.loss_scale.value / engine.micro_batches))
+                scale = engine.loss_scale.value / engine.micro_batches
+                self._runner.backward(saved, {where: torch.full_like(loss, scale)})
             finally:
                 self._residents.enter(Phase.FORWARD)
         return value

@@ -18,7 +18,7 @@ from torch import nn
 from scrimp.chunks import Slot, Store
 from scrimp.engine.step.input_offload import on_host
 from scrimp.engine.step.residency import Residents
-from scrimp.lower import Communicator, Lowered, Rest, gathered, made_whole, shared, summed
+from scrimp.lower import Communicator, Lowered, Rest, gathered, later_axes, made_whole, shared, summed
 from scrimp.planner import Placed
 
 Receive = Callable[[int, Slot, torch.Tensor], None]
@@ -43,6 +43,7 @@ class EngineWeights:
         self.places = {slot.name: (k, slot) for k, layer in enumerate(store.table.layers) for slot in layer.slots}
         self.updates = 0  # of the weights, so far
         self._receive, self._at = receive, at
+        self._later = later_axes((lowered,), accumulated=store.micro_batches > 1)
         self._fresh: dict[int, tuple[int, int]] = {}  # by layer: the update and the fetch after which all shares were gathered
         self._waiting: dict[str, torch.Tensor] = {}  # gradients whose weights are still read, or of which more summands come
         self._seen: dict[str, int] = {}  # summands of this backward, so far
@@ -116,11 +117,11 @@ class EngineWeights:
             self._deliver(name)
 
     def _complete(self, name: str) -> bool:
-        return self._seen[name] == len(self.lowered.gradients[name])
+        return self._seen[name] == len(self.lowered.partials[name])
 
     def later(self, name: str) -> tuple[str, ...]:
         """The axes along which this rank accumulates its own summands, which `complete` sums over the ranks."""
-        return self.lowered.later(name, accumulated=self._data.micro_batches > 1) if self._own(name) else ()
+        return self._later.get(name, ()) if self._own(name) else ()
 
     def complete(self, name: str) -> None:
         """The sum over the ranks of what was accumulated, after the last micro-batch."""

@@ -54,8 +54,8 @@ class Comm:
 
     def _exchange(self, requests: list[Exchange], tag: int) -> None:
         sends, receives = (_by_peer(parts) for parts in ([r.sends for r in requests], [r.receives for r in requests]))
-        incoming = {peer: _raw(pieces[0]) if len(pieces) == 1 else _raw_buffer(pieces) for peer, pieces in receives.items()}
-        outgoing = {peer: _raw(pieces[0]) if len(pieces) == 1 else _joined(pieces) for peer, pieces in sends.items()}
+        incoming = {peer: raw_bytes(pieces[0]) if len(pieces) == 1 else _raw_buffer(pieces) for peer, pieces in receives.items()}
+        outgoing = {peer: raw_bytes(pieces[0]) if len(pieces) == 1 else _joined(pieces) for peer, pieces in sends.items()}
         ops = [self._op(dist.irecv, peer, data, tag) for peer, data in incoming.items()]
         ops += [self._op(dist.isend, peer, data, tag) for peer, data in outgoing.items()]
         if ops:
@@ -87,7 +87,7 @@ class Comm:
     def _gather(self, batch: list[Gather]) -> None:
         group = self._subgroup(batch[0].members, batch[0].local.device)
         if len(batch) == 1:
-            all_gather_flat(_raw(batch[0].out), _raw(batch[0].local), group)
+            all_gather_flat(raw_bytes(batch[0].out), raw_bytes(batch[0].local), group)
             return
         local = _joined([request.local for request in batch])
         out = local.new_empty((len(batch[0].members), local.numel()))
@@ -104,7 +104,7 @@ class Comm:
         parts = torch.cat([_real(request.parts).reshape(members, -1) for request in batch], dim=1)
         out = parts.new_empty(parts.shape[1])
         reduce_scatter_flat(out, parts.view(-1), group)
-        _split(_raw(out), [request.out for request in batch])
+        _split(raw_bytes(out), [request.out for request in batch])
 
     def _all_reduce(self, batch: list[AllReduce]) -> None:
         group = self._subgroup(batch[0].members, batch[0].total.device)
@@ -113,7 +113,7 @@ class Comm:
             return
         total = torch.cat([_real(request.total).reshape(-1) for request in batch])
         dist.all_reduce(total, group=group)
-        _split(_raw(total), [request.total for request in batch])
+        _split(raw_bytes(total), [request.total for request in batch])
 
     def order_on(self, device: torch.device) -> Order | None:
         native = device.type == "cuda" if self.native is None else self.native
@@ -206,7 +206,7 @@ def _by_peer(parts: list[list[Part]]) -> dict[int, list[torch.Tensor]]:
     return found
 
 
-def _raw(piece: torch.Tensor) -> torch.Tensor:
+def raw_bytes(piece: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor: a move without sums needs no dtype, and gloo supports few."""
     # not view(-1): a tensor of one element is contiguous with any stride, and keeps it
     return piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)
@@ -217,14 +217,14 @@ def _raw_buffer(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([_raw(piece) for piece in pieces])
+    return torch.cat([raw_bytes(piece) for piece in pieces])
 
 
 def _split(raw: torch.Tensor, pieces: list[torch.Tensor]) -> None:
     """Copies concatenated bytes back into their tensors."""
     start = 0
     for piece in pieces:
-        _raw(piece).copy_(raw[start : start + piece.nbytes])
+        raw_bytes(piece).copy_(raw[start : start + piece.nbytes])
         start += piece.nbytes
 
 

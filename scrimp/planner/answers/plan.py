@@ -123,16 +123,29 @@ class PlannedLayers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedArrival:
+    """A tensor that a piece receives from another stage: an input, or the gradient of an output. `piece`: the piece's first
+    layer. `name`: "3:add", the layer that made it and its name there. `factors`: as in `PlannedInput`."""
+
+    piece: int
+    name: str
+    gradient: bool
+    factors: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedStage:
     """One pipeline stage. `pieces`: its model chunks, as (first layer, stop). `in_flight`: the most micro-batches of a chunk
     between their forward and their backward. `received`: layouts of tensors from other stages: "input", and "gradient" of an
-    output, by layer number. `memory`: of one of its devices. `seconds`: busy time in a step, without the bubble."""
+    output, by layer number; `arrivals`: the same with their factors. `memory`: of one of its devices. `seconds`: busy time in a
+    step, without the bubble."""
 
     pieces: tuple[tuple[int, int], ...]
     in_flight: int
     received: tuple[tuple[str, str], ...]
     memory: PlannedMemory
     seconds: float
+    arrivals: tuple[PlannedArrival, ...] = ()
     source: Any = field(default=None, compare=False, repr=False)  # stage and solution, only in the process that planned it
 
 

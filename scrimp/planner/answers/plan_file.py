@@ -12,6 +12,7 @@ from scrimp.planner.answers.plan import (
     KeptWhole,
     Kind,
     Plan,
+    PlannedArrival,
     PlannedGroup,
     PlannedInput,
     PlannedLayers,
@@ -83,8 +84,12 @@ def _input(data: Mapping[str, Any]) -> PlannedInput:
         name=data["name"],
         shape=tuple(data["shape"]),
         dtype=data["dtype"],
-        factors=tuple(tuple((size, tuple(axes)) for size, axes in dim) for dim in data["factors"]),
+        factors=_factors(data["factors"]),
     )
+
+
+def _factors(data: Any) -> tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]:
+    return tuple(tuple((size, tuple(axes)) for size, axes in dim) for dim in data)
 
 
 def _schedule(data: Mapping[str, Any]) -> Schedule:
@@ -98,6 +103,12 @@ def _schedule(data: Mapping[str, Any]) -> Schedule:
                 received=tuple((name, layout) for name, layout in stage["received"]),
                 memory=_memory(stage["memory"]),
                 seconds=stage["seconds"],
+                arrivals=tuple(
+                    PlannedArrival(
+                        piece=each["piece"], name=each["name"], gradient=each["gradient"], factors=_factors(each["factors"])
+                    )
+                    for each in stage.get("arrivals", ())
+                ),
             )
             for stage in data["stages"]
         ),

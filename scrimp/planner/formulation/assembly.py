@@ -81,18 +81,19 @@ class Assembly:
         for k, part in enumerate(parts):
             for g, group in enumerate(part.model.groups):
                 options = part.model.options[g]
-                path = graph.layers[part.first].path
                 here = self.ways[k, g] = Ways(_open(part.model, g, ways))
                 names = [f"{words(moves.mesh, option)} {way}" for option in options for way in here.names]
-                self.nodes[k, g] = self.sketch.node(f"{path}/{group.name}", names)
+                self.nodes[k, g] = self.sketch.node(f"{graph.layers[part.first].path}/{group.name}", names)
                 ahead = np.array([option.again_seconds for option in options])
                 behind = np.array([option.seconds for option in options]) - ahead
                 self.sketch.cost(self.nodes[k, g], part.count * here.repeat(ahead), FORWARD)
-                again = here.only(RECOMPUTE, ahead)
-                self.sketch.cost(self.nodes[k, g], part.count * (here.repeat(behind) + again), BACKWARD)
+                behind = here.repeat(behind) + here.only(RECOMPUTE, ahead)
+                self.sketch.cost(self.nodes[k, g], part.count * behind, BACKWARD)
         self.inputs: dict[int, int] = {}  # nodes of inputs from other pieces, by position in `outside.arrivals`
         self.tangents: dict[tuple[int, str], int] = {}  # nodes of gradients from other pieces, by output
+        self.received: dict[int, Sequence[Placed]] = {}  # the placements of either, by node
         self.owners: dict[str, tuple[int, str]] = {}  # of each weight: the first part that uses it, and its name there
+        self.borrowed: list[tuple[str, int, str]] = []  # weights that another piece of the stage holds: part and name there
         for k, part in enumerate(parts):
             self._inside_operators(k, part)
             self._inside(k, part)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scrimp._arguments import RECOMPUTE
 from scrimp.capture import Value
 from scrimp.cluster import DEFAULT_LINK, Link
 from scrimp.move import ITEMSIZE
@@ -44,13 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """As in `Piece`; `ahead` and `behind`: the links from the pieces before and after it, `far` the link to the piece that shares
-    its parameters, where there is one."""
+    """As in `Piece`; `held`: parameters that an earlier piece of the same stage holds. `ahead` and `behind`: the links from the
+    pieces before and after it, `far` the link to the piece that shares its parameters, where there is one."""
 
     arrivals: tuple[str, ...] = ()
     departures: frozenset[tuple[int, str]] = frozenset()
     relays: tuple[Relay, ...] = ()
     shared: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
     ahead: Link = DEFAULT_LINK
     behind: Link = DEFAULT_LINK
     far: Link = DEFAULT_LINK
@@ -96,7 +96,12 @@ def _input(problem: Assembly, k: int, arrival: str) -> None:
         problem.sketch.hold(node, *span, kind, nbytes)
         problem.sketch.must_be(*span, kind, prod(value.shape) * ITEMSIZE[value.dtype])
     for reading in readings:
-        problem.used(node, made, reading.part, reading.use, reading.name, reading.copies)
+        again = problem.used(node, made, reading.part, reading.use, reading.name, reading.copies)
+        until = _recomputed(problem, reading)
+        if again is not None and until > last:  # by the options that recompute
+            pair = (node, problem.nodes[reading.part, reading.use.group])
+            for span in ((last + 1, until),) if saved else ((last + 1, until), FLIGHT):
+                problem.sketch.pair_hold(*pair, *span, ACTIVATIONS, nbytes[:, None] * again)
     done = set()
     for reading in readings:
         model = problem.parts[reading.part].model
@@ -126,6 +131,7 @@ def _lands(problem: Assembly, readings: list[Reading], link: Link, when: str) ->
     """A node with the placements of a received tensor, and their bytes."""
     made = [*dict.fromkeys(option.needed[each.name] for each in readings for option in _options(problem, each))]
     node = problem.sketch.node(f"{when} from outside", [str(place) for place in made])
+    problem.received[node] = made
     nbytes = ITEMSIZE[_value(problem, readings[0]).dtype] * np.array([problem.numel(place) for place in made])
     for span in problem.sketch.always:
         problem.sketch.hold(node, *span, TEMPORARIES, nbytes)
@@ -178,14 +184,19 @@ def _readings(problem: Assembly, arrival: str) -> Iterator[Reading]:
 
 
 def _last(problem: Assembly, reading: Reading) -> int:
-    """The last point that needs it: in the first of the part's layers, whose backward runs last."""
+    """The last point that needs it without a recompute: in the first of the part's layers, whose backward runs last."""
     part = problem.parts[reading.part]
     if reading.use.backward is not None and part.count > 1:
         return part.span[1]
-    found = [part.point(span[1]) for span in reading.use.spans]
-    if reading.use.forward is not None and RECOMPUTE in problem.ways[reading.part, reading.use.group].names:
-        found.append(part.again(reading.use.forward[1]))
-    return max(found)
+    return max(part.point(span[1]) for span in reading.use.spans)
+
+
+def _recomputed(problem: Assembly, reading: Reading) -> int:
+    """The last point that needs it for a recompute; -1 if there is none."""
+    part = problem.parts[reading.part]
+    if reading.use.forward is None:
+        return -1
+    return part.span[1] if part.count > 1 else part.again(reading.use.forward[1])
 
 
 def _options(problem: Assembly, reading: Reading) -> tuple[Option, ...]:

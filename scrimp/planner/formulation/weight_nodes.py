@@ -7,7 +7,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,9 @@ def draw_weights(problem: Assembly, k: int, part: Part) -> None:
     by_group: dict[int, list[str]] = {}
     named = dict(problem.graph.layers[part.first].parameters)
     for name in model.weights:
+        if named[name] in problem.outside.held:
+            problem.borrowed.append((named[name], k, name))
+            continue
         owner = problem.owners.setdefault(named[name], (k, name))
         if owner == (k, name):
             by_group.setdefault(model.uses[name][0].group, []).append(name)
@@ -128,21 +132,48 @@ def _reduced(
 
 
 def _tied(problem: Assembly, owner: int, name: str, user: int, as_name: str) -> None:
-    """A weight that an earlier part owns: it is resharded for its second use, and its gradient back."""
+    """A weight that an earlier part owns."""
     if problem.alone:
         return
-    one, other, part = problem.parts[owner].model, problem.parts[user].model, problem.parts[user]
+    for each in second_uses(problem, owner, name, problem, user, as_name):
+        for when, seconds in each.spent:
+            problem.sketch.pair_cost(*each.nodes, seconds, when)
+        for span, kind, nbytes in each.holds:
+            problem.sketch.pair_hold(*each.nodes, *span, kind, nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondUse:
+    """The cost of a weight at a group that does not own it, by options of owner and user. `nodes`: of both, each in its own
+    problem; the spans are those of the user."""
+
+    nodes: tuple[int, int]
+    spent: tuple[tuple[str, Numbers], ...]
+    holds: tuple[tuple[tuple[int, int], str, Numbers], ...]
+
+
+def second_uses(
+    problem: Assembly, owner: int, name: str, other: Assembly, user: int, as_name: str
+) -> Iterator[SecondUse]:  # fmt: skip
+    """A weight is resharded for its second use, and its gradient back. `other`: the problem of the user, which may be another
+    piece of the same stage."""
+    one, two, part = problem.parts[owner].model, other.parts[user].model, other.parts[user]
     first = one.uses[name][0].group
     there = problem.ways[owner, first].spread([option.needed[name] for option in one.options[first]])
-    for use in other.uses[as_name]:
-        needed = problem.ways[user, use.group].spread([option.needed[as_name] for option in other.options[use.group]])
-        pair = (problem.nodes[owner, first], problem.nodes[user, use.group])
+    for use in two.uses[as_name]:
+        needed = other.ways[user, use.group].spread([option.needed[as_name] for option in two.options[use.group]])
         seconds, nbytes, staging = problem.moves.tables(there, needed, ITEMSIZE[one.values[name].dtype])
-        problem.sketch.pair_cost(*pair, (use.forward is not None) * seconds, FORWARD)
-        problem.sketch.pair_cost(*pair, ((use.backward is not None) + 1) * seconds, BACKWARD)
+        holds = []
         for first_op, last_op in use.spans:
-            problem.sketch.pair_hold(*pair, part.point(first_op) - 1, part.point(last_op), MOVED, nbytes)
-            problem.sketch.pair_hold(*pair, part.point(first_op) - 1, part.point(first_op) - 1, SCRATCH, staging)
+            before = part.point(first_op) - 1
+            holds += [((before, part.point(last_op)), MOVED, nbytes), ((before, before), SCRATCH, staging)]
+        yield SecondUse(
+            nodes=(problem.nodes[owner, first], other.nodes[user, use.group]),
+            spent=(
+                (FORWARD, (use.forward is not None) * seconds), (BACKWARD, ((use.backward is not None) + 1) * seconds)
+            ),
+            holds=tuple(holds),
+        )  # fmt: skip
 
 
 def _at_rest(

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.formulation.builder import AWAY, FLIGHT, ONCE, Numbers, Sketch
+from scrimp.planner.formulation.weight_nodes import second_uses
 from scrimp.planner.pipeline.schedule import Scene
 
 Key = tuple[int, int, str]
@@ -72,6 +74,20 @@ def joined(pieces: Sequence[Sketch], turns: Sequence[int], scenes: Sequence[Scen
             for span, times in _spans((first, last), p, stretches):
                 whole.must_be(*span, kind, times * nbytes)
     return Joined(sketch=whole, starts=tuple(starts), stretches=tuple(stretches))
+
+
+def borrow(whole: Joined, pieces: Sequence[Assembly], micro_batches: int) -> None:
+    """Adds the second uses of weights that an earlier piece of the stage holds."""
+    for q, piece in enumerate(pieces):
+        for weight, user, as_name in piece.borrowed:
+            p = next(p for p, other in enumerate(pieces) if weight in other.owners)
+            for each in second_uses(pieces[p], *pieces[p].owners[weight], piece, user, as_name):
+                pair = (whole.starts[p] + each.nodes[0], whole.starts[q] + each.nodes[1])
+                for when, seconds in each.spent:
+                    whole.sketch.pair_cost(*pair, micro_batches * seconds, when)
+                for local, kind, nbytes in each.holds:
+                    for span, times in _spans(local, q, [*whole.stretches]):
+                        whole.sketch.pair_hold(*pair, *span, kind, times * nbytes)
 
 
 def _stretches(pieces: Sequence[Sketch], turns: Sequence[int], scenes: Sequence[Scene]) -> Iterator[Stretch]:

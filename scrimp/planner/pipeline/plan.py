@@ -8,7 +8,7 @@ from dataclasses import replace
 from scrimp.cluster import Cluster, Link
 from scrimp.errors import PlanError
 from scrimp.planner.answers.from_solution import inputs_of, layers_of, memory_at
-from scrimp.planner.answers.plan import KeptWhole, Plan, PlannedLayers, PlannedMemory, PlannedStage, Schedule
+from scrimp.planner.answers.plan import KeptWhole, Plan, PlannedArrival, PlannedLayers, PlannedMemory, PlannedStage, Schedule
 from scrimp.planner.answers.unsharded_ops import costs_of_whole
 from scrimp.planner.deadline import Deadline
 from scrimp.planner.formulation.assembly import Assembly
@@ -16,6 +16,7 @@ from scrimp.planner.pipeline.planner import Planner, Say, Staged
 from scrimp.planner.pipeline.stage import Setup, Stage
 from scrimp.planner.shard.layer_runs import names_of_points
 from scrimp.planner.shard.options import Work as Seconds
+from scrimp.planner.shard.placement import Placed
 from scrimp.planner.solver.solve import Solution
 
 AUTO = "auto"
@@ -63,24 +64,27 @@ def staged_plan(
 
 def _planned_stage(setup: Setup, stage: Stage, solution: Solution) -> PlannedStage:
     works = stage.works(solution.choice)
+    arrivals = [*_arrivals(stage, solution)]
     return PlannedStage(
         pieces=tuple((piece.first, piece.stop) for piece in stage.pieces),
         in_flight=max(sum(scene.flights) for scene in setup.scenes[stage.stage]),
-        received=tuple(_received(stage, solution)),
+        received=tuple(
+            (f"{'gradient' if each.gradient else 'input'} {each.name}", str(Placed(each.factors))) for each in arrivals
+        ),
+        arrivals=tuple(arrivals),
         memory=_memory(setup, stage, solution),
         seconds=setup.micro_batches * sum(work.forward + work.backward for work in works) + stage.once_seconds(solution.choice),
         source=(stage, solution),
     )
 
 
-def _received(stage: Stage, solution: Solution) -> Iterator[tuple[str, str]]:
+def _arrivals(stage: Stage, solution: Solution) -> Iterator[PlannedArrival]:
     for piece, assembly, choice in zip(stage.pieces, stage.assemblies, stage.joined.choices(solution.choice), strict=True):
-        layouts = {
-            **{f"input {piece.arrivals[k]}": node for k, node in assembly.inputs.items()},
-            **{f"gradient {piece.first + layer}:{name}": node for (layer, name), node in assembly.tangents.items()},
-        }
-        for name, node in layouts.items():
-            yield name, assembly.sketch.nodes[node].options[choice[node]]
+        nodes = [(piece.arrivals[k], False, node) for k, node in assembly.inputs.items()]
+        nodes += [(f"{piece.first + layer}:{name}", True, node) for (layer, name), node in assembly.tangents.items()]
+        for name, gradient, node in nodes:
+            place = assembly.received[node][choice[node]]
+            yield PlannedArrival(piece=piece.first, name=name, gradient=gradient, factors=place.dims)
 
 
 def _memory(setup: Setup, stage: Stage, solution: Solution) -> PlannedMemory:

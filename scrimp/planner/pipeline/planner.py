@@ -23,7 +23,7 @@ from scrimp.ledger import format_nbytes
 from scrimp.planner.deadline import Deadline
 from scrimp.planner.pipeline.partition import Cut, Kind, Search, best_cut, tables
 from scrimp.planner.pipeline.schedule import Timing, Work, simulate
-from scrimp.planner.pipeline.stage import Floors, Setup, Stage
+from scrimp.planner.pipeline.stage import Floors, Setup, Stage, held_before
 from scrimp.planner.shard.stage_subgraph import Piece, piece
 from scrimp.planner.solver.model import PEAK, SECONDS
 from scrimp.planner.solver.solve import MEMORY, REDUNDANCY, TIME, Solution, result
@@ -77,7 +77,7 @@ class Planner:
         """`cut`: of all chunks."""
         setup = self.setup
         mine = [self._piece(cut[k], cut[k + 1]) for k in range(stage, len(cut) - 1, setup.stages)]
-        key = (tuple(each.kind for each in mine), setup.scenes[stage], self._links(stage))
+        key = (tuple(each.kind for each in mine), held_before(mine), setup.scenes[stage], self._links(stage))
         if key not in self._stages:
             what = ", ".join(f"{each.first} to {each.stop - 1}" for each in mine)
             self.say(f"planning stage {stage} of {setup.stages} with the layers {what}")

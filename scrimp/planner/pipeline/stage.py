@@ -18,7 +18,7 @@ from scrimp.planner.cost.zero_levels import Precision
 from scrimp.planner.formulation.assembly import Assembly, Rates
 from scrimp.planner.formulation.builder import BACKWARD, FORWARD, GRADIENT, INPUT, ONCE
 from scrimp.planner.formulation.stage_boundary import Outside
-from scrimp.planner.pipeline.memory_states import joined
+from scrimp.planner.pipeline.memory_states import borrow, joined
 from scrimp.planner.pipeline.schedule import Scene, Work, scenes, tasks
 from scrimp.planner.shard.layer_model import LayerModel
 from scrimp.planner.shard.layer_runs import parts_of
@@ -60,10 +60,11 @@ class Stage:
 
     def __init__(self, setup: Setup, stage: int, pieces: Sequence[Piece]) -> None:
         self.stage, self.pieces = stage, tuple(pieces)
-        self.assemblies = [_assembly(setup, stage, each) for each in pieces]
+        self.assemblies = [_assembly(setup, stage, each, held) for each, held in zip(pieces, held_before(pieces), strict=True)]
         sketches = [assembly.sketch for assembly in self.assemblies]
         turns = [assembly.turn for assembly in self.assemblies]
         self.joined = joined(sketches, turns, setup.scenes[stage], setup.micro_batches)
+        borrow(self.joined, self.assemblies, setup.micro_batches)
         self.problem = self.joined.sketch.problem()
         self.session = Session(self.problem)
         self._least: dict[tuple[str, float], tuple[float, float]] = {}
@@ -99,10 +100,16 @@ class Stage:
         return sum(assembly.sketch.seconds(each, ONCE) for assembly, each in every)
 
 
-def _assembly(setup: Setup, stage: int, each: Piece) -> Assembly:
+def held_before(pieces: Sequence[Piece]) -> tuple[frozenset[str], ...]:
+    """For each piece of a stage the parameters that it uses and that an earlier one holds."""
+    names = [{name for layer in each.graph.layers for _, name in layer.parameters} for each in pieces]
+    return tuple(frozenset(mine & set().union(*names[:k])) for k, mine in enumerate(names))
+
+
+def _assembly(setup: Setup, stage: int, each: Piece, held: frozenset[str]) -> Assembly:
     ends = max(setup.links, key=lambda link: (link.latency_seconds, -link.bytes_per_second))
     outside = Outside(
-        arrivals=each.arrivals, departures=each.departures, relays=each.relays, shared=each.shared,
+        arrivals=each.arrivals, departures=each.departures, relays=each.relays, shared=each.shared, held=held,
         ahead=setup.links[stage - 1], behind=setup.links[stage], far=ends,
     )  # fmt: skip
     return Assembly(

@@ -110,6 +110,23 @@ def test_no_other_cut_has_a_smaller_peak() -> None:
         assert max(solution.peak_nbytes for solution in found.solutions) == min(peaks.values()) == peaks[found.cut]
 
 
+def test_a_weight_of_two_pieces_of_one_stage_counts_once() -> None:
+    """The embedding and the head of a GPT are tied: here one stage has both, in pieces that are not adjacent."""
+    one = planner(2, 4, 2, layers=4)
+    graph = one.setup.graph
+    mine = [piece(graph, 0, 2), piece(graph, 4, 6)]
+    stage = Stage(one.setup, 0, mine)
+    names = {name for each in mine for layer in each.graph.layers for _, name in layer.parameters}
+    elements = sum(prod(each.shape) for each in graph.parameters if each.name in names and not each.buffer)
+    whole = [nbytes for first, _, kind, nbytes in stage.joined.sketch.once if first == 0 and kind == "parameters"]
+    assert sum(whole) == 2 * elements
+    alone = [Stage(planner(2, 4, 1, layers=4).setup, 0, [each]).joined.sketch.once for each in mine]
+    apart = sum(nbytes for once in alone for first, _, kind, nbytes in once if first == 0 and kind == "parameters")
+    tied = next(each for each in graph.parameters if each.name in mine[0].shared)
+    assert apart == 2 * (elements + prod(tied.shape))
+    assert evaluate(stage.problem, tuple(0 for _ in stage.problem.nodes)).peak_nbytes > 0
+
+
 @pytest.mark.parametrize(("stages", "interleave"), [(2, 1), (4, 1), (2, 2), (2, 4)])
 def test_the_first_stage_keeps_what_megatron_says(stages: int, interleave: int) -> None:
     """Of equal stages it has as many layers' activations as the whole model of one micro-batch, times 1 + (p - 1) / (p v) where

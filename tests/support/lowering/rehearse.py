@@ -8,7 +8,7 @@ from scrimp import Plan
 from scrimp.capture import Graph
 from scrimp.layout import Mesh
 from scrimp.lower import lower
-from scrimp.lower.comm import all_reduce
+from scrimp.lower.moves import all_reduce
 from scrimp.move import Program
 from tests.support.lowering.run import metered
 

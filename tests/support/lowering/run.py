@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from scrimp import Plan
 from scrimp.capture import Graph
-from scrimp.lower import Communicator, Interpreter, Lowered, Runner, Shards, cut, lower
+from scrimp.lower import Communicator, Interpreter, Lowered, Runner, Shards, cut, later_axes, lower
 from scrimp.lower.steps import Call, Step
 from scrimp.planner import evaluate
 from scrimp.planner.answers.from_solution import layers_of
@@ -84,7 +84,7 @@ def metered(
     runner: type[Runner] = Interpreter,
 ) -> tuple[float, LiveBytes, _Metered]:
     """One step of one rank. Bytes: all live storages but those of moves under way, and what is at rest."""
-    shards = _Metered(lowered, comm, whole)
+    shards = _Metered(lowered.rest, comm, whole, later_axes((lowered,), accumulated=False))
     run = runner(lowered, comm, shards)
     part = {name: cut(tensor, lowered.batch[name], comm.mesh, comm.rank).clone() for name, tensor in batch.items()}
     now = [""]

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from scrimp.layout import Mesh
-from scrimp.lower.comm import all_reduce
+from scrimp.lower.moves import all_reduce
 from scrimp.move import Program
 
 Made = TypeVar("Made")

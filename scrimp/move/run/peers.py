@@ -1,0 +1,40 @@
+"""Messages between single ranks of torch.distributed, in the background: what pipeline stages send to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scrimp.errors import RunError
+from scrimp.move.run.comm import raw_bytes
+
+TAGS = 1 << 28  # apart from those of moves, and of the user
+
+
+class Peers:
+    """All ranks of the default group, stage after stage with `size` ranks each. Messages with one tag from one rank to another
+    arrive in the order in which they were sent. A sent tensor must not change, and a received one is not there, before `wait`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
+        return dist.isend(_bytes(tensor), stage * self.size + rank, tag=TAGS + tag)
+
+    def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
+        return dist.irecv(_bytes(tensor), stage * self.size + rank, tag=TAGS + tag)
+
+    def spread(self, tensor: torch.Tensor, stage: int) -> None:
+        """Overwrites a tensor with that of the first rank of a stage, on every rank."""
+        dist.broadcast(tensor, stage * self.size)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        raise RunError(
+            f"a pipeline stage sends a tensor on {tensor.device}: stages exchange tensors over gloo, which has tags, and NCCL "
+            "has none; run on CPU ranks, or plan without stages"
+        )
+    return raw_bytes(tensor)
