@@ -102,7 +102,7 @@ def test_gradients_are_those_of_torch_pipelining(interleave: int) -> None:
     found, _, ran = run(("gpt", 2, interleave, "x=1", 32, {}))
     assert found.schedule is not None
     cuts = [[*stage.pieces] for stage in found.schedule.stages]
-    oracle = pool(2).run("tests.rank_jobs.pipelining:gradients", cuts, ROWS, MICRO)
+    oracle = pool(2).run("tests.rank_jobs.staged:gradients", cuts, ROWS, MICRO)
     wanted: dict[str, torch.Tensor] = {}
     for _, gradients in oracle:
         for name, each in gradients.items():
