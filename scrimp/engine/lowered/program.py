@@ -54,7 +54,7 @@ def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, p
 
     lowered = lower(plan, captured_for(plan, model))
     if wire.world > 1:
-        Ranks(plan.mesh, wire.rank, wire.group).agree(digest(lowered))
+        Ranks(plan.mesh, wire.rank, wire.group).agree(digest(lowered), wire.device)
     return Program(plan=plan, lowered=lowered)
 
 

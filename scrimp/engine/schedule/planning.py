@@ -355,7 +355,8 @@ class Planning:
         store = self.store
         weights, gradients, rest = store.placement_nbytes(layer)
         fp32 = store.optimizer.state == "fp32" and rest > 2 * weights and not gradients
-        return fp32 and store.wire.world == 1 and not store.sparse and store.placements[layer].tier in (HOST, STREAMED)
+        whole = store.wire.world == 1 and store.shards.aligned(layer)
+        return fp32 and whole and not store.sparse and store.placements[layer].tier in (HOST, STREAMED)
 
     @property
     def _partners(self) -> Wire:

@@ -161,8 +161,9 @@ class Updating:
 
     def _joined(self, slots: list[Slot], numbers: list[int], step: int) -> tuple[list[Slot], list[int]]:
         """Merge neighbouring slots with equal settings into one, for the device kernel, which treats every element alike.
-        Not with int8 states, whose rounding depends on an element's place in its parameter."""
-        if self._fused is None or self._state != "fp32":
+        Not with int8 states, whose rounding depends on an element's place in its parameter; nor under a plan, where a rank
+        updates a share of each slot."""
+        if self._fused is None or self._state != "fp32" or self.store.tiling is not None:
             return slots, numbers
         found: list[tuple[Slot, int]] = []
         for slot, number in sorted(zip(slots, numbers, strict=True), key=lambda row: row[0].start):
