@@ -103,7 +103,7 @@ class Training(Between, Accumulating):
         check_model(model)
         optimizer, memory, mesh = optimizer_of(optimizer), memory_of(memory), mesh_of(mesh)
         if plan is not None:
-            check_arguments(plan, activations=activations, mesh=mesh, loss=loss, chunk_numel=chunk_numel)
+            check_arguments(plan, activations=activations, mesh=mesh, loss=loss, chunk_numel=chunk_numel, exchange=exchange)
             micro_batches = micro_batches_of(plan, micro_batches)
         ways = activations_of(activations, RunError)
         check_settings(precision, micro_batches, ways, clip_norm)

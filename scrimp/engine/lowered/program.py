@@ -11,6 +11,7 @@ from scrimp.engine.setup.adopt import DEFAULT_CHUNK
 from scrimp.engine.setup.budget import Budget
 from scrimp.engine.setup.initial_placement import Fit
 from scrimp.errors import RunError
+from scrimp.exchange import Dense, Sparse
 from scrimp.lower import Lowered, Ranks, digest, lower
 from scrimp.planner import Plan
 
@@ -58,7 +59,9 @@ def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, p
     return Program(plan=plan, lowered=lowered)
 
 
-def check_arguments(plan: Plan, *, activations: object, mesh: object, loss: object, chunk_numel: int) -> None:
+def check_arguments(
+    plan: Plan, *, activations: object, mesh: object, loss: object, chunk_numel: int, exchange: Dense | Sparse | None
+) -> None:
     """Raises if a setting is given that the plan decides."""
     if activations != "auto":
         raise RunError(f"activations={activations!r}: under a plan each operator's activations are kept as the plan says")
@@ -66,6 +69,8 @@ def check_arguments(plan: Plan, *, activations: object, mesh: object, loss: obje
         raise RunError(f"mesh={str(mesh)!r}, and the plan's is '{plan.mesh}': leave it out")
     if loss is not None:
         raise RunError("loss=...: a plan has the operators up to the loss that the model returns; plan a model that returns it")
+    if isinstance(exchange, Sparse):
+        raise RunError("exchange=Sparse(...) under a plan is not possible yet: a plan's gradients are summed where the plan says")
     if chunk_numel != DEFAULT_CHUNK:
         raise RunError(f"chunk_numel={chunk_numel}: under a plan model data is sharded as the plan says, not in chunks")
 
