@@ -30,6 +30,7 @@ ROWS_OF_THE_TABLE = (
     rf"up in a step +{BYTES} +{BYTES} *\n +least possible +{BYTES} +{BYTES} *\n",
     rf"down in a step +{BYTES} +{BYTES} *\n +least possible +{BYTES} +{BYTES} *\n",
     r"seconds a step +[\d.]+ +[\d.]+ +[\d.]+ *\n +least, estimated +[\d.]+ +[\d.]+ *\n",
+    rf"predicted by the plan +{BYTES} +{BYTES} *\n measured +{BYTES} +{BYTES} *\n",
 )
 FIGURES = Figures(
     budget_nbytes=1_000_000,
@@ -80,7 +81,7 @@ def test_the_tour(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     monkeypatch.setattr(tour, "FULL", TINY)
     before = folders()
     text = scrimp("demo", "--steps", "10", "--seed", "3").output
-    assert [*re.findall(r"^(\d)  \w", text, re.MULTILINE)] == ["1", "2", "3", "4", "5"]
+    assert [*re.findall(r"^(\d)  \w", text, re.MULTILINE)] == ["1", "2", "3", "4", "5", "6"]
     assert "random grammar (seed 3)" in " ".join(text.split())
     assert re.search(rf"plain peak +{BYTES} bytes +OVER, 3\.\d\d times the budget", text)
     saved, killed, equal, of = map(
