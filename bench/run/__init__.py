@@ -1,0 +1,1 @@
+"""`python -m bench.run`; see `command.py`."""
