@@ -1,6 +1,6 @@
 """A planned training step against PyTorch's own parallelism for the same strategy, on 8 gloo ranks of this machine.
 
-    python -m bench.run [--dim 256] [--heads 8] [--layers 4] [--vocab 2048] [--seq 128] [--batch 16] [--ranks 8]
+    python -m bench.run [--dim 256] [--heads 8] [--layers 4] [--vocab 2048] [--seq 64] [--batch 8] [--ranks 8]
                         [--warm-up 8] [--rounds 40] [--part tp] [--part zero-3] [--quick] [--json FILE]
 
     tp        Megatron's tensor parallelism over all ranks, against DTensor (`parallelize_module`)
@@ -76,7 +76,7 @@ def table(parts: dict[str, dict[str, Any]]) -> str:
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
-        ("dim", 256), ("heads", 8), ("layers", 4), ("vocab", 2048), ("seq", 128), ("batch", 16), ("ranks", 8), ("warm-up", 8),
+        ("dim", 256), ("heads", 8), ("layers", 4), ("vocab", 2048), ("seq", 64), ("batch", 8), ("ranks", 8), ("warm-up", 8),
         ("rounds", 40),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
