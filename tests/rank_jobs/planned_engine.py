@@ -70,12 +70,12 @@ def loads(plan: str, name: str, rows: int, folder: str) -> tuple[list[float], fl
     return [float(engine.step(*zoo.example_batch(name, rows, step=step))) for step in (2, 3)], float(evaluated)
 
 
-def accumulates(plan: str, name: str, rows: int, calls: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """One update from several calls of backward."""
+def accumulates(plan: str, name: str, rows: int, calls: int) -> list[float]:
+    """The losses of several calls of backward, and of one more after an update."""
     engine = engine_of(plan, name, {})
     losses = [float(engine.backward(*zoo.example_batch(name, rows // calls, step=step))) for step in range(calls)]
     engine.update()
-    return losses, engine.state_dict()
+    return [*losses, float(engine.backward(*zoo.example_batch(name, rows // calls, step=0)))]
 
 
 def evaluates(plan: str, name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor, list[dict[str, int]]]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.formulation.builder import AWAY, FLIGHT, ONCE, Numbers, Sketch
-from scrimp.planner.formulation.weight_nodes import second_uses
 from scrimp.planner.pipeline.schedule import Scene
 
 Key = tuple[int, int, str]
@@ -71,23 +69,9 @@ def joined(pieces: Sequence[Sketch], turns: Sequence[int], scenes: Sequence[Scen
             _spend(link.spent, edge.spent, micro_batches)
             _place(link.holds, edge.holds, p, stretches)
         for first, last, kind, nbytes in piece.once:
-            for span, times in _spans((first, last), p, stretches):
+            for span, times in spans_of((first, last), p, stretches):
                 whole.must_be(*span, kind, times * nbytes)
     return Joined(sketch=whole, starts=tuple(starts), stretches=tuple(stretches))
-
-
-def borrow(whole: Joined, pieces: Sequence[Assembly], micro_batches: int) -> None:
-    """Adds the second uses of weights that an earlier piece of the stage holds."""
-    for q, piece in enumerate(pieces):
-        for weight, user, as_name in piece.borrowed:
-            p = next(p for p, other in enumerate(pieces) if weight in other.owners)
-            for each in second_uses(pieces[p], *pieces[p].owners[weight], piece, user, as_name):
-                pair = (whole.starts[p] + each.nodes[0], whole.starts[q] + each.nodes[1])
-                for when, seconds in each.spent:
-                    whole.sketch.pair_cost(*pair, micro_batches * seconds, when)
-                for local, kind, nbytes in each.holds:
-                    for span, times in _spans(local, q, [*whole.stretches]):
-                        whole.sketch.pair_hold(*pair, *span, kind, times * nbytes)
 
 
 def _stretches(pieces: Sequence[Sketch], turns: Sequence[int], scenes: Sequence[Scene]) -> Iterator[Stretch]:
@@ -109,11 +93,11 @@ def _spend(whole: dict[str, Numbers], spent: Mapping[str, Numbers], micro_batche
 
 def _place(whole: dict[Key, Numbers], holds: Mapping[Key, Numbers], piece: int, stretches: list[Stretch]) -> None:
     for (first, last, kind), nbytes in holds.items():
-        for span, times in _spans((first, last), piece, stretches):
+        for span, times in spans_of((first, last), piece, stretches):
             whole[*span, kind] = whole.get((*span, kind), 0) + times * nbytes
 
 
-def _spans(span: tuple[int, int], piece: int, stretches: list[Stretch]) -> Iterator[tuple[tuple[int, int], int]]:
+def spans_of(span: tuple[int, int], piece: int, stretches: list[Stretch]) -> Iterator[tuple[tuple[int, int], int]]:
     """The spans in the joined problem in which something of a chunk is held, and how often."""
     for stretch in stretches:
         runs = stretch.piece == piece

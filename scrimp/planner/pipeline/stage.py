@@ -18,7 +18,8 @@ from scrimp.planner.cost.zero_levels import Precision
 from scrimp.planner.formulation.assembly import Assembly, Rates
 from scrimp.planner.formulation.builder import BACKWARD, FORWARD, GRADIENT, INPUT, ONCE
 from scrimp.planner.formulation.stage_boundary import Outside
-from scrimp.planner.pipeline.memory_states import borrow, joined
+from scrimp.planner.formulation.weight_nodes import second_uses
+from scrimp.planner.pipeline.memory_states import Joined, joined, spans_of
 from scrimp.planner.pipeline.schedule import Scene, Work, scenes, tasks
 from scrimp.planner.shard.layer_model import LayerModel
 from scrimp.planner.shard.layer_runs import parts_of
@@ -64,7 +65,7 @@ class Stage:
         sketches = [assembly.sketch for assembly in self.assemblies]
         turns = [assembly.turn for assembly in self.assemblies]
         self.joined = joined(sketches, turns, setup.scenes[stage], setup.micro_batches)
-        borrow(self.joined, self.assemblies, setup.micro_batches)
+        _borrow(self.joined, self.assemblies, setup.micro_batches)
         self.problem = self.joined.sketch.problem()
         self.session = Session(self.problem)
         self._least: dict[tuple[str, float], tuple[float, float]] = {}
@@ -165,3 +166,17 @@ def _saved_nbytes(setup: Setup, k: int) -> int:
 def _least_seconds(setup: Setup, k: int) -> float:
     model = setup.models[setup.graph.layers[k].graph]
     return setup.micro_batches * sum(min(option.seconds for option in options) for options in model.options)
+
+
+def _borrow(whole: Joined, pieces: Sequence[Assembly], micro_batches: int) -> None:
+    """Adds the second uses of weights that an earlier piece of the stage holds."""
+    for q, piece in enumerate(pieces):
+        for weight, user, as_name in piece.borrowed:
+            p = next(p for p, other in enumerate(pieces) if weight in other.owners)
+            for each in second_uses(pieces[p], *pieces[p].owners[weight], piece, user, as_name):
+                pair = (whole.starts[p] + each.nodes[0], whole.starts[q] + each.nodes[1])
+                for when, seconds in each.spent:
+                    whole.sketch.pair_cost(*pair, micro_batches * seconds, when)
+                for local, kind, nbytes in each.holds:
+                    for span, times in spans_of(local, q, [*whole.stretches]):
+                        whole.sketch.pair_hold(*pair, *span, kind, times * nbytes)

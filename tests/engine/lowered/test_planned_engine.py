@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from scrimp import AdamW, Engine, zoo
+from scrimp import AdamW, Engine, Sparse, plan, zoo
 from scrimp.ext.ranks import pool
 from tests.engine.lowered.test_planned_steps import ROWS, plainly
 from tests.lower.test_ranks import planned
@@ -87,9 +88,38 @@ def test_the_norm_counts_replicas_once(way: str) -> None:
         assert ledger["norm"] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_micro_batches_are_accumulated(by_hand: bool) -> None:
+    model, batch = zoo.build("gpt-tiny"), zoo.example_batch("gpt-tiny", ROWS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = plan(model, batch, "4xCPU", mesh="x=2,y=2", precision="fp32", time_limit=2, gap=0.05, micro_batches=2)
+    if not by_hand:
+        wanted, _ = plainly("gpt-tiny", {}, "adamw", 3)
+        for losses, _, _ in run(4, "train", found.to_json(), "gpt-tiny", {}, ROWS, 3):
+            assert losses == pytest.approx(wanted, rel=1e-4)
+        return
+    torch.manual_seed(0)
+    plain = zoo.build("gpt-tiny")
+    own = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=AdamW().weight_decay)
+    wanted = []
+    for step in range(2):
+        loss = plain(*zoo.example_batch("gpt-tiny", ROWS // 2, step=step))
+        (loss / 2).backward()
+        wanted.append(float(loss.detach()))
+    own.step()
+    wanted.append(float(plain(*zoo.example_batch("gpt-tiny", ROWS // 2, step=0)).detach()))
+    for losses in run(4, "accumulates", found.to_json(), "gpt-tiny", ROWS, 2):
+        assert losses == pytest.approx(wanted, rel=1e-4)
+
+
+def test_sparse_exchange_is_refused() -> None:
+    for said in run(4, "refused", plan_of("gpt-tiny", "x=2,y=2", "least"), "gpt-tiny", ROWS, exchange=Sparse(density=0.01)):
+        assert said.startswith("RunError: exchange=Sparse(...) under a plan is not possible yet")
+
+
 def test_not_a_number_on_one_rank_skips_the_step_on_all() -> None:
-    plan = plan_of("gpt-tiny", "x=2,y=2", "least")
-    ran = run(4, "poisoned", plan, "gpt-tiny", ROWS, 2)
+    ran = run(4, "poisoned", plan_of("gpt-tiny", "x=2,y=2", "least"), "gpt-tiny", ROWS, 2)
     wanted, _ = plainly("gpt-tiny", {}, "adamw", 1)
     for skipped, words, losses in ran:
         assert skipped == 1
