@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from scrimp.chunks import DEVICE, SGD, AdamW, Optimizer, Tier, Wire
+from scrimp.chunks import DEVICE, Optimizer, Tier, Wire
 from scrimp.engine.setup.adopt import DEFAULT_CHUNK
 from scrimp.engine.setup.budget import Budget
 from scrimp.engine.setup.initial_placement import Fit
+from scrimp.engine.setup.validate import OPTIMIZERS
 from scrimp.errors import RunError
 from scrimp.exchange import Dense, Sparse
 from scrimp.lower import Lowered, Ranks, digest, lower
 from scrimp.planner import Plan
-
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class Program:
 
     @property
     def micro_batches(self) -> int:
-        return self.plan.schedule.micro_batches if self.plan.schedule is not None else 1
+        return micro_batches_of(self.plan)
 
 
 def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, precision: str) -> Program:
@@ -75,7 +74,8 @@ def check_arguments(
         raise RunError(f"chunk_numel={chunk_numel}: under a plan model data is sharded as the plan says, not in chunks")
 
 
-def micro_batches_of(plan: Plan, given: int) -> int:
+def micro_batches_of(plan: Plan, given: int = 1) -> int:
+    """The plan's micro-batches. Raises if another number than 1, the default, is given and differs."""
     planned = plan.schedule.micro_batches if plan.schedule is not None else 1
     if given not in (1, planned):
         raise RunError(f"micro_batches={given}, and the plan has {planned}: leave it out, or plan with as many")
