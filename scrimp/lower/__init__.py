@@ -11,11 +11,12 @@ Read in this order:
     verify.py     whether the plan is of this model
     choice.py     the plan's choices for a captured layer
     layer.py      the steps of one layer
-    rest.py       weights between steps: their shards, and the placement in use
     model.py      `lower`: all layers; what leaves one is what the next one gets
     checker.py    the proof of a lowered model, apart from what builds it
     moves.py      communication: moves between placements
-    shards.py     the model's data on a rank
+    footprint.py  the bytes that each step holds, and the room that is left below the peak
+    weights/      rest.py: the shards of weights between steps; tiles.py: gathers and sums; buckets.py, joined.py: several of
+                  them in one move; shards.py: the model's data on a rank
     run.py        a training step: forward and backward through all layers
     source.py     the steps of a layer as generated Python, which runs them
     interpret.py  runs them one by one: the oracle of the generated source
@@ -37,13 +38,17 @@ if TYPE_CHECKING:
     from scrimp.lower.model import Lowered, later_axes, lower
     from scrimp.lower.moves import Communicator, Ranks, local_shape, made_whole
     from scrimp.lower.pipeline import Pipeline
-    from scrimp.lower.rest import Rest
     from scrimp.lower.run import Runner
-    from scrimp.lower.shards import Shards, cut, flat_tile, gathered, shared, summed
     from scrimp.lower.source import Generated
     from scrimp.lower.stages import Staged, lower_stages
+    from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
+    from scrimp.lower.weights.joined import Together, shared_together, summed_together
+    from scrimp.lower.weights.rest import Rest
+    from scrimp.lower.weights.shards import Shards
+    from scrimp.lower.weights.tiles import cut, flat_tile, gathered, shared, summed
 
 __all__ = [
+    "Buckets",
     "Communicator",
     "Generated",
     "Interpreter",
@@ -55,7 +60,10 @@ __all__ = [
     "Runner",
     "Shards",
     "Staged",
+    "Together",
+    "buckets_of",
     "check",
+    "chunks",
     "cut",
     "digest",
     "flat_tile",
@@ -67,7 +75,9 @@ __all__ = [
     "made_whole",
     "module",
     "shared",
+    "shared_together",
     "summed",
+    "summed_together",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -88,14 +98,20 @@ __getattr__ = lazily(
         "Generated": "scrimp.lower.source",
         "Staged": "scrimp.lower.stages",
         "lower_stages": "scrimp.lower.stages",
-        "Shards": "scrimp.lower.shards",
-        "Rest": "scrimp.lower.rest",
-        "cut": "scrimp.lower.shards",
-        "flat_tile": "scrimp.lower.shards",
-        "gathered": "scrimp.lower.shards",
+        "Shards": "scrimp.lower.weights.shards",
+        "Rest": "scrimp.lower.weights.rest",
+        "Buckets": "scrimp.lower.weights.buckets",
+        "buckets_of": "scrimp.lower.weights.buckets",
+        "chunks": "scrimp.lower.weights.buckets",
+        "Together": "scrimp.lower.weights.joined",
+        "shared_together": "scrimp.lower.weights.joined",
+        "summed_together": "scrimp.lower.weights.joined",
+        "cut": "scrimp.lower.weights.tiles",
+        "flat_tile": "scrimp.lower.weights.tiles",
+        "gathered": "scrimp.lower.weights.tiles",
         "local_shape": "scrimp.lower.moves",
         "made_whole": "scrimp.lower.moves",
-        "shared": "scrimp.lower.shards",
-        "summed": "scrimp.lower.shards",
+        "shared": "scrimp.lower.weights.tiles",
+        "summed": "scrimp.lower.weights.tiles",
     },
 )

@@ -17,7 +17,7 @@ from scrimp.rules import FREE, Factor, Rule, rule_of
 @dataclass(frozen=True, kw_only=True)
 class ChosenOp:
     """`rule`: over the group's atoms; `split`: the axes of each atom. `inputs`: complete placements that it needs; `outputs`:
-    those it makes, with the axes along which they are partial sums of its own."""
+    those it makes, with the axes along which they are partial sums of its own. `scratch_nbytes`: the most it takes besides."""
 
     op: Op
     group: int
@@ -25,6 +25,7 @@ class ChosenOp:
     split: tuple[tuple[int, tuple[str, ...]], ...]
     inputs: tuple[Placed, ...]
     outputs: tuple[Placed | None, ...]
+    scratch_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class ChosenLayer:
     @cached_property
     def ops(self) -> tuple[ChosenOp, ...]:
         found: dict[int, ChosenOp] = {}
+        sizes = dict(self.mesh.axes)
         for g, (group, chosen) in enumerate(zip(self.model.groups, self.groups, strict=True)):
             axes: dict[int, tuple[str, ...]] = {}
             for axis, atom in zip(self.mesh.names, chosen.split, strict=True):
@@ -72,6 +74,9 @@ class ChosenLayer:
                     inside = {atom for dim in dims or () for atom in dim}
                     summed = {axis for atom in member.sums - inside for axis in axes.get(atom, ())}
                     outputs.append(None if dims is None else place(dims, sorted(summed)))
+                besides = [(of, itemsize) for when, of, itemsize in member.scratch if any(atom in axes for atom in when)]
+                # a sum over ranks inside the operator: its source, the summands and the result
+                besides += [(of, 3 * itemsize) for atom, of, itemsize, _ in member.talks if atom in axes]
                 found[member.op] = ChosenOp(
                     op=op,
                     group=g,
@@ -80,6 +85,7 @@ class ChosenLayer:
                     ),
                     split=tuple(sorted(axes.items())),
                     inputs=tuple(place(dims) for dims in member.inputs),
+                    scratch_nbytes=sum(place(tuple((atom,) for atom in of)).numel(sizes) * nbytes for of, nbytes in besides),
                     outputs=tuple(outputs),
                 )  # fmt: skip
         return tuple(found[k] for k in range(len(found)))

@@ -24,11 +24,11 @@ from scrimp.errors import RunError
 from scrimp.lower.layer import ahead, behind
 from scrimp.lower.model import Lowered, LoweredLayer, lower, placed_weights
 from scrimp.lower.moves import Communicator, Ranks, local_shape, redistribute
-from scrimp.lower.rest import Rest
 from scrimp.lower.run import Slots
-from scrimp.lower.shards import Shards
 from scrimp.lower.source import Generated
 from scrimp.lower.steps import Ahead
+from scrimp.lower.weights.rest import Rest
+from scrimp.lower.weights.shards import Shards
 from scrimp.move import mesh_rank
 from scrimp.planner import Placed, Plan
 

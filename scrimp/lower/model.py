@@ -16,9 +16,9 @@ from scrimp.errors import RunError
 from scrimp.layout import Mesh
 from scrimp.lower.choice import ChosenLayer, chosen_layers
 from scrimp.lower.layer import ahead, behind
-from scrimp.lower.rest import Rest, rest_of
 from scrimp.lower.steps import Accumulate, Ahead, Behind, Gather, read
 from scrimp.lower.verify import verify, verify_fingerprint
+from scrimp.lower.weights.rest import Rest, rest_of
 from scrimp.planner import Placed, Plan, unsplit
 
 

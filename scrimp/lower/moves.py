@@ -94,13 +94,13 @@ def made_whole(comm: Communicator, local: torch.Tensor, before: Placed) -> torch
     return local if before == whole else redistribute(comm, local, before, whole, donate=False)
 
 
-def _hops(before: Placed, after: Placed, mesh: Mesh) -> tuple[tuple[tuple[int, ...], Layout, Layout, Placed], ...]:
+def hops(before: Placed, after: Placed, mesh: Mesh) -> tuple[tuple[tuple[int, ...], Layout, Layout, Placed], ...]:
     """One hop, or two over a placement that shares factors with both ends."""
     found = common(before, after, mesh)
     if found is not None:
         return ((*found, after),)
     middle = between(before, after, mesh)
-    return (*_hops(before, middle, mesh), *_hops(middle, after, mesh))
+    return (*hops(before, middle, mesh), *hops(middle, after, mesh))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -109,7 +109,7 @@ def _programs(
 ) -> tuple[tuple[Program, tuple[int, ...], tuple[int, ...]], ...]:
     """Of each hop the program, the tile that it takes, and the local shape of its result."""
     found = []
-    for shape, src, dst, place in _hops(before, after, mesh):
+    for shape, src, dst, place in hops(before, after, mesh):
         program = synthesize(shape, mesh, src, dst, dtype=str(dtype).removeprefix("torch."))
         found.append((program, src.local_shape(shape, mesh, rank), local_shape(place, mesh)))
     return tuple(found)

@@ -21,7 +21,6 @@ from scrimp.capture import Value
 from scrimp.errors import RunError
 from scrimp.lower.moves import Communicator, local_shape, redistribute
 from scrimp.lower.run import Key, Runner, Slots, Weights
-from scrimp.lower.shards import cut
 from scrimp.lower.stages import (
     EXPECT,
     RUN,
@@ -37,6 +36,7 @@ from scrimp.lower.stages import (
     tile_shape,
     turns,
 )
+from scrimp.lower.weights.tiles import cut
 from scrimp.planner import Task
 
 

@@ -24,7 +24,7 @@ from scrimp.layout import Mesh
 from scrimp.lower.checker import check, digest
 from scrimp.lower.choice import ChosenLayer
 from scrimp.lower.model import Lowered, lower_layers, rest_of_layers, verified
-from scrimp.lower.rest import Rest
+from scrimp.lower.weights.rest import Rest
 from scrimp.planner import Piece, Placed, Plan, Task, between, common, piece, placed, tasks, unsplit
 
 EXPECT, TAKE, RUN, SEND, SENT = "expect", "take", "run", "send", "sent"

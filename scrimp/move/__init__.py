@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from scrimp.move.plan.tiles import tiles
     from scrimp.move.program import Program, Step
     from scrimp.move.run.comm import end_group, mesh_rank
+    from scrimp.move.run.execute import stage_nbytes
     from scrimp.move.run.many import redistribute_many
     from scrimp.move.run.peers import Peers
     from scrimp.move.run.run import run_between, run_program
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ITEMSIZE", "MoveCost", "MoveCosts", "Peers", "Program", "Step", "all_gather_flat", "clear_program_cache",
     "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "redistribute_many", "run_between",
-    "run_program",
+    "run_program", "stage_nbytes",
     "synthesize", "tiles",
 ]  # fmt: skip
 
@@ -53,6 +54,7 @@ __getattr__ = lazily(
         "Step": "scrimp.move.program",
         "end_group": "scrimp.move.run.comm",
         "mesh_rank": "scrimp.move.run.comm",
+        "stage_nbytes": "scrimp.move.run.execute",
         "all_gather_flat": "scrimp.move.run.torch_private",
         "redistribute_many": "scrimp.move.run.many",
         "Peers": "scrimp.move.run.peers",

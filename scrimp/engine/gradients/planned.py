@@ -27,8 +27,7 @@ class PlannedExchange(DenseExchange):
             self._start(engine, layer, slots)
 
     def finish(self, engine: Training) -> None:
-        for _, slot in engine.in_order():
-            engine.under_plan.weights.complete(slot.name)
+        engine.under_plan.weights.complete([slot.name for _, slot in engine.in_order()])
         before = engine.skipped
         super().finish(engine)
         if engine.skipped == before:

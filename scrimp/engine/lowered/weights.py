@@ -10,7 +10,7 @@ gathered before the weight's next use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,7 +18,19 @@ from torch import nn
 from scrimp.chunks import Slot, Store
 from scrimp.engine.step.input_offload import on_host
 from scrimp.engine.step.residency import Residents
-from scrimp.lower import Communicator, Lowered, Rest, gathered, later_axes, made_whole, shared, summed
+from scrimp.lower import (
+    Communicator,
+    Lowered,
+    Rest,
+    Together,
+    buckets_of,
+    chunks,
+    gathered,
+    later_axes,
+    made_whole,
+    shared_together,
+    summed_together,
+)
 from scrimp.planner import Placed
 
 Receive = Callable[[int, Slot, torch.Tensor], None]
@@ -43,12 +55,17 @@ class EngineWeights:
         self.places = {slot.name: (k, slot) for k, layer in enumerate(store.table.layers) for slot in layer.slots}
         self.updates = 0  # of the weights, so far
         self._receive, self._at = receive, at
-        self._later = later_axes((lowered,), accumulated=store.micro_batches > 1)
+        later = later_axes((lowered,), accumulated=store.micro_batches > 1)
+        self._later = {name: axes for name, axes in later.items() if self._own(name)}
+        buckets = buckets_of(lowered, self._later)
+        self._room_nbytes = buckets.room_nbytes
+        self._together = Together(buckets, lowered.rest, comm, self._later, self._share)
         self._fresh: dict[int, tuple[int, int]] = {}  # by layer: the update and the fetch after which all shares were gathered
         self._waiting: dict[str, torch.Tensor] = {}  # gradients whose weights are still read, or of which more summands come
         self._seen: dict[str, int] = {}  # summands of this backward, so far
         self._here: list[str] = []  # gradients of the layer that runs
         self._layer = 0
+        self._stale = [self._updated_elsewhere(layer) for layer in range(len(store.table.layers))]
 
     @property
     def rest(self) -> Mapping[str, Rest]:
@@ -59,8 +76,9 @@ class EngineWeights:
     def enter(self, layer: int, *, backward: bool) -> None:
         self._layer = layer
         self.residents.touch(self._at[layer])
+        self._together.enter(layer, backward=backward)
         for other in self._data.table.layers[self._at[layer]].needs:
-            self._refresh(other)
+            self._refresh(other, self._together.room_nbytes)
 
     def leave(self, layer: int, *, backward: bool) -> None:
         for name in self._here:
@@ -80,63 +98,94 @@ class EngineWeights:
     # Weights.
 
     def gather(self, name: str) -> torch.Tensor:
-        layer, slot = self.places[name]
-        return gathered(self.comm, self._data.device_view(layer, slot), self.rest[name], self.rest[name].weight)
+        return self._together.gather(name)
+
+    def _share(self, name: str) -> torch.Tensor:
+        return self._data.device_view(*self.places[name])
 
     def whole(self, name: str) -> torch.Tensor:
         """For a forward of the model itself: all of a weight, which every rank gathers."""
         layer, _ = self.places[name]
         self.residents.touch(layer)
-        self._refresh(layer)
-        return made_whole(self.comm, self.gather(name), self.rest[name].use)
+        self._refresh(layer, 0)
+        tile = gathered(self.comm, self._share(name), self.rest[name], self.rest[name].weight)
+        return made_whole(self.comm, tile, self.rest[name].use)
 
-    def _refresh(self, layer: int) -> None:
-        """Gathers the shares of a layer's weights that other ranks have updated."""
-        slots = [slot for slot in self._data.table.layers[layer].slots if slot.trainable]
-        stale = [slot for slot in slots if self.rest[slot.name].weight != self.rest[slot.name].states]
-        now = (self.updates, self._data.fetches[layer])
+    def _refresh(self, layer: int, room_nbytes: int) -> None:
+        """Gathers the shares of a layer's weights that other ranks have updated: several in one move if there is room."""
+        stale, now = self._stale[layer], (self.updates, self._data.fetches[layer])
         if not stale or not self.updates or self._fresh.get(layer) == now:
             return
         with self.residents.quietly():
-            for slot in stale:
-                assert slot.share is not None
-                each, weight = self.rest[slot.name], self._data.device_view(layer, slot)
-                mine = weight[slot.share.updated[0] : slot.share.updated[1]]
-                weight.copy_(shared(self.comm, mine, each, (each.states, ()), (each.weight, ()), donate=False).view(-1))
+            for (states, axes), slots in stale.items():
+                views = [self._data.device_view(layer, slot) for slot in slots]
+                mine = [view[slice(*_updated(slot))] for view, slot in zip(views, slots, strict=True)]
+                # The shares that are sent, and the one array in which all of them arrive.
+                for chunk in chunks([a.nbytes + b.nbytes for a, b in zip(views, mine, strict=True)], room_nbytes):
+                    rows = shared_together(self.comm, [mine[k] for k in chunk], states, axes)
+                    for k, whole in zip(chunk, rows, strict=True):
+                        views[k].view(whole.shape).copy_(whole)
+                    del rows, whole  # before the next ones arrive
         self._fresh[layer] = now
+
+    def _updated_elsewhere(self, layer: int) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[Slot]]:
+        """The slots of which other ranks update shares, by the axes of states and of weights."""
+        found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Slot]] = {}
+        for slot in self._data.table.layers[layer].slots:
+            each = self.rest[slot.name]
+            if slot.trainable and each.weight != each.states:
+                found.setdefault((each.states, each.weight), []).append(slot)
+        return found
 
     # Gradients.
 
     def accumulate(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> None:
-        each, later = self.rest[name], self.later(name)
-        flat = summed(self.comm, gradient, place, each, each.gradient if later else each.states, later=later, donate=donate)
-        self._seen[name] = self._seen.get(name, 0) + 1
-        self._here.append(name)
-        self._waiting[name] = self._waiting[name].add_(flat) if name in self._waiting else flat
-        if self._complete(name) and (name not in self.lowered.layers[self._layer].read_late or self._own(name)):
-            self._deliver(name)
+        found = self._together.sum(name, gradient, place, donate=donate)
+        del gradient
+        while found:
+            each, flat = found.pop()
+            self._seen[each] = self._seen.get(each, 0) + 1
+            self._here.append(each)
+            self._waiting[each] = self._waiting[each].add_(flat) if each in self._waiting else flat
+            del flat
+            if self._complete(each) and (each not in self.lowered.layers[self._layer].read_late or self._own(each)):
+                self._deliver(each)
 
     def _complete(self, name: str) -> bool:
         return self._seen[name] == len(self.lowered.partials[name])
 
     def later(self, name: str) -> tuple[str, ...]:
         """The axes along which this rank accumulates its own summands, which `complete` sums over the ranks."""
-        return self._later.get(name, ()) if self._own(name) else ()
+        return self._later.get(name, ())
 
-    def complete(self, name: str) -> None:
-        """The sum over the ranks of what was accumulated, after the last micro-batch."""
-        each, later, (layer, slot) = self.rest[name], self.later(name), self.places[name]
-        if not later:
-            return
-        assert slot.share is not None
+    def complete(self, names: Sequence[str]) -> None:
+        """The sums over the ranks of what was accumulated, after the last micro-batch: many in one move if there is room."""
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name in names:
+            each, later = self.rest[name], self.later(name)
+            if later:
+                alike.setdefault((each.gradient, later, each.states, each.dtype), []).append(name)
+                self._data.arrived_on_host(self.places[name][0])
+        for group in alike.values():
+            each, later = self.rest[group[0]], self.later(group[0])
+            sums = [self._accumulated(name) for name in group]
+            # What is packed and what arrives: on the host tier also a copy on the device.
+            for chunk in chunks([4 * one.nbytes for one in sums], self._room_nbytes):
+                here = [sums[k].to(self._data.device) for k in chunk]
+                found = summed_together(self.comm, here, (each.gradient, later), (each.states, ()))
+                for k, one in zip(chunk, found, strict=True):
+                    share = self.places[group[k]][1].share
+                    assert share is not None
+                    first = share.updated[0] - share.summed[0]
+                    sums[k][first : first + one.numel()].copy_(one.view(-1))
+                del found, one
+
+    def _accumulated(self, name: str) -> torch.Tensor:
+        layer, slot = self.places[name]
         gradients, share = self._data.placements[layer].gradients, slot.share
         assert gradients is not None
-        self._data.arrived_on_host(layer)
-        mine = gradients[share.gradient_start :][: share.summed[1] - share.summed[0]]
-        here = mine.to(self._data.device)
-        found = shared(self.comm, here, each, (each.gradient, later), (each.states, ()), donate=False).view(-1)
-        first = share.updated[0] - share.summed[0]
-        mine[first : first + found.numel()].copy_(found)
+        assert share is not None
+        return gradients[share.gradient_start :][: share.summed[1] - share.summed[0]]
 
     def _own(self, name: str) -> bool:
         """Whether gradients have arenas of their own."""
@@ -169,3 +218,8 @@ class EngineWeights:
         streams.wait(streams.up(here, tensor))
         self._data.traffic.up_nbytes += tensor.nbytes
         return here
+
+
+def _updated(slot: Slot) -> tuple[int, int]:
+    assert slot.share is not None
+    return slot.share.updated

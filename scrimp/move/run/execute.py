@@ -21,9 +21,9 @@ STAGE_FLOOR_NBYTES = 1 << 20
 STAGE_SHARE = 8
 
 
-def stage_nbytes(program: Program) -> int:
-    """Bytes that a run may hold beyond two tiles."""
-    return max(STAGE_FLOOR_NBYTES, program.cap_numel * program.itemsize // STAGE_SHARE)
+def stage_nbytes(tile_nbytes: int) -> int:
+    """Bytes that a run may hold beyond two tiles of the larger size."""
+    return max(STAGE_FLOOR_NBYTES, tile_nbytes // STAGE_SHARE)
 
 
 Order = Callable[[tuple[int, ...]], tuple[int, ...]]
@@ -90,7 +90,7 @@ def execute(program: Program, step: Step, rank: int, holder: Holder, *, order: O
         yield from _native_all_gather(holder, part, order(members))
     elif step.kind in ("exchange", "direct") and load > 1:
         nbytes = (load + 1) * program.cap_numel * program.itemsize
-        yield from _exchange_in_rounds(holder, part, -(-nbytes // stage_nbytes(program)))
+        yield from _exchange_in_rounds(holder, part, -(-nbytes // stage_nbytes(program.cap_numel * program.itemsize)))
     else:
         yield from _exchange(holder, part)
 

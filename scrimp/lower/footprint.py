@@ -1,0 +1,223 @@
+"""Bytes of a training step, step by step: what slots hold while a step runs, and the most that may be live then.
+
+Model data at rest is constant and left out, and so is the batch. `held` counts slots alone, and is never more than what is live.
+`most` adds what moves and operators take besides, by the bounds that they keep, and is never less. So `room` of a step can be
+spent there, on moves that run earlier or later, without raising the peak of the whole step.
+
+The walk follows `Runner`: an output lives until the last layer that reads it has it, a saved slot until its layer's backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from scrimp.lower.model import Lowered, LoweredLayer
+from scrimp.lower.moves import hops
+from scrimp.lower.steps import Accumulate, Ahead, Behind, Buffer, Call, Gather, Move, Offload, Reduce, Step, filled
+from scrimp.lower.steps import Free as Frees
+from scrimp.lower.weights.rest import Rest
+from scrimp.move import ITEMSIZE, stage_nbytes
+from scrimp.planner import Placed
+
+Pass = tuple[int, bool]  # a layer, and whether it is its backward
+Key = tuple[int | None, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassBytes:
+    """By step of the pass."""
+
+    held: tuple[int, ...]
+    most: tuple[int, ...]
+
+
+def footprint(lowered: Lowered) -> Mapping[Pass, PassBytes]:
+    """Of each pass of each layer."""
+    walk = _Walk(lowered)
+    walk.forward()
+    walk.backward()
+    return walk.found
+
+
+def rooms(lowered: Lowered, *, by_phase: bool = False) -> Mapping[Pass, list[int]]:
+    """By step, the bytes that may be added there without raising the step's peak; negative where the bounds say nothing.
+    `by_phase`: a forward may not rise to the peak of the backward, nor the other way round. Stages of a pipeline need that: how
+    many micro-batches are in flight differs."""
+    found = footprint(lowered)
+    peak = dict.fromkeys((False, True), 0)
+    for (_, backward), each in found.items():
+        peak[backward] = max(peak[backward], *each.held, 0)
+    if not by_phase:
+        peak = dict.fromkeys(peak, max(peak.values()))
+    return {key: [peak[key[1]] - nbytes for nbytes in each.most] for key, each in found.items()}
+
+
+class _Walk:
+    """`live`: references to each storage. A storage is named by the layer and the slot that made it."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered, self.sizes = lowered, dict(lowered.mesh.axes)
+        self.found: dict[Pass, PassBytes] = {}
+        self.live: Counter[int] = Counter()
+        self.nbytes: list[int] = [0]  # by storage; storage 0 stands for all that takes no bytes
+        self.total = 0
+        self.storages: list[dict[int, int]] = [{} for _ in lowered.layers]  # by layer: the storage of each slot
+        self.saved: list[tuple[int, ...]] = []
+        self.waiting: dict[str, int] = {}  # gradients of which more summands come
+        self.seen: Counter[str] = Counter()
+
+    def forward(self) -> None:
+        readers = Counter((source.layer, source.name) for layer in self.lowered.layers for _, source in layer.sources)
+        made: dict[Key, int] = {}
+        for k, layer in enumerate(self.lowered.layers):
+            here = self.storages[k]
+            for (_, source), (_, slot) in zip(layer.sources, layer.ahead.inputs, strict=True):
+                key = (source.layer, source.name)
+                here[slot] = made.get(key, 0)
+                self._hold(here[slot])
+                readers[key] -= 1
+                if not readers[key]:
+                    self._drop(made.pop(key, 0))
+            self._run(k, layer, layer.ahead)
+            for name, slot in layer.ahead.outputs:
+                if readers.get((k, name)):
+                    made[k, name] = here[slot]
+                    self._hold(here[slot])
+            for slot in {slot for _, slot in layer.ahead.outputs} - {*layer.ahead.saved}:
+                self._drop(here[slot])
+            self.saved.append(layer.ahead.saved)
+
+    def backward(self) -> None:
+        arrived: dict[Key, int] = {}
+        for k in reversed(range(len(self.lowered.layers))):
+            layer, here = self.lowered.layers[k], self.storages[k]
+            places = dict(layer.arrives)
+            for output, slot in layer.behind.tangents:
+                here[slot] = arrived.pop((k, output), -1)
+                if here[slot] < 0:
+                    here[slot] = self._made(self._nbytes(layer, layer.behind, slot, places[output]))
+            self._run(k, layer, layer.behind)
+            sources = dict(layer.sources)
+            leaving = {slot for _, slot in layer.behind.gradients}
+            for name, slot in layer.behind.gradients:
+                key = (sources[name].layer, sources[name].name)
+                if key[0] is None:
+                    continue
+                if key in arrived:  # their sum is another tensor
+                    self._drop(arrived[key])
+                    arrived[key] = self._made(self.nbytes[here[slot]])
+                else:
+                    arrived[key] = here[slot]
+                    self._hold(here[slot])
+            for slot in leaving:
+                self._drop(here[slot])
+
+    def _run(self, k: int, layer: LoweredLayer, program: Ahead | Behind) -> None:
+        here, held, most = self.storages[k], [], []
+        for step in program.steps:
+            before = self.total
+            for slot in filled(step):
+                owner = program.slots[slot].storage
+                if owner != slot:
+                    here[slot] = here[owner]
+                    self._hold(here[slot])
+                else:
+                    here[slot] = self._made(self._filled(layer, program, step, slot))
+            donated = self._donated(step, here)
+            held.append(max(before, self.total - donated))
+            most.append(self.total + self._besides(layer, program, step))
+            if isinstance(step, Frees):
+                for slot in step.slots:
+                    self._drop(here[slot])
+            elif isinstance(step, Accumulate):
+                self._accumulate(layer.names[step.weight])
+        self.found[self.lowered.first + k, isinstance(program, Behind)] = PassBytes(held=tuple(held), most=tuple(most))
+
+    def _accumulate(self, name: str) -> None:
+        """A rank's share of a gradient waits until all its summands have come."""
+        each = self.lowered.rest[name]
+        if name not in self.waiting:
+            self.waiting[name] = self._made(self._share(each))
+        self.seen[name] += 1
+        if self.seen[name] == len(self.lowered.partials[name]):
+            self._drop(self.waiting.pop(name))
+
+    def _share(self, each: Rest) -> int:
+        return each.numel(each.gradient, self.lowered.mesh) * ITEMSIZE[each.dtype]
+
+    def _filled(self, layer: LoweredLayer, program: Ahead | Behind, step: Step, slot: int) -> int:
+        if isinstance(step, (Buffer, Offload)):
+            return 0
+        if isinstance(step, Gather):
+            return gathered_nbytes(self.lowered, layer, step)
+        return self._nbytes(layer, program, slot, program.slots[slot].place)
+
+    def _nbytes(self, layer: LoweredLayer, program: Ahead | Behind, slot: int, place: Placed) -> int:
+        return place.numel(self.sizes) * ITEMSIZE[layer.chosen.values[program.slots[slot].value].dtype]
+
+    def _donated(self, step: Step, here: Mapping[int, int]) -> int:
+        """Bytes that the step frees before it ends, at most."""
+        if isinstance(step, (Move, Accumulate)) and step.donate:
+            return self.nbytes[here[step.source]]
+        return 0
+
+    def _besides(self, layer: LoweredLayer, program: Ahead | Behind, step: Step) -> int:
+        """The most that a step takes besides the slots that it reads and fills."""
+        match step:
+            case Call():
+                return layer.chosen.ops[step.op].scratch_nbytes
+            case Move():
+                return self._moving(step.before, step.after, layer.chosen.values[step.value].dtype)
+            case Reduce():
+                return self._moving(step.before, step.before.complete(), layer.chosen.values[step.value].dtype)
+            case Gather():
+                each = self.lowered.rest[layer.names[step.weight]]
+                return gathered_nbytes(self.lowered, layer, step) if len(each.weight) > 1 else 0
+            case Accumulate():
+                return self._summing(self.lowered.rest[layer.names[step.weight]], step, layer.chosen.values[step.value].order)
+        return 0
+
+    def _summing(self, each: Rest, step: Accumulate, order: Sequence[int]) -> int:
+        """What a reduction to the shares takes: the summands that arrive, the share, and a flat copy if the gradient is padded or
+        does not lie flat in memory."""
+        flat = each.flat_shape(self.lowered.mesh)[1]
+        copies = 1 + (flat != each.tile_numel(self.lowered.mesh) or bool(order)) + (len(step.before.partial) > 1)
+        most = copies * flat * ITEMSIZE[each.dtype]
+        if step.before.dims != each.use.dims:
+            most += self._moving(step.before, each.use, each.dtype)
+        return most + self._share(each)
+
+    def _moving(self, before: Placed, after: Placed, dtype: str) -> int:
+        """The bound of a run (`scrimp.move`): two tiles of the larger size and a staging buffer, beside the source."""
+        most = 0
+        for shape, src, dst, _ in hops(before, after, self.lowered.mesh):
+            tile = prod(shape) * ITEMSIZE[dtype] // min(prod(each.counts(self.lowered.mesh)) for each in (src, dst))
+            stays = src.partial or not {axis for dim in src.dims for axis in dim} & {axis for dim in dst.dims for axis in dim}
+            most = max(most, 2 * tile + (0 if stays else stage_nbytes(tile)))
+        return most
+
+    def _made(self, nbytes: int) -> int:
+        if not nbytes:
+            return 0
+        self.nbytes.append(nbytes)
+        self._hold(len(self.nbytes) - 1)
+        return len(self.nbytes) - 1
+
+    def _hold(self, storage: int) -> None:
+        if storage and not self.live[storage]:
+            self.total += self.nbytes[storage]
+        self.live[storage] += 1
+
+    def _drop(self, storage: int) -> None:
+        self.live[storage] -= 1
+        if storage and not self.live[storage]:
+            self.total -= self.nbytes[storage]
+
+
+def gathered_nbytes(lowered: Lowered, layer: LoweredLayer, step: Gather) -> int:
+    """Of the tile that a gather makes; none where the weight at rest is the tile."""
+    each = lowered.rest[layer.names[step.weight]]
+    return each.flat_shape(lowered.mesh)[1] * ITEMSIZE[each.dtype] if each.weight else 0

@@ -1,0 +1,153 @@
+"""Which moves of weights and gradients run together: small ones cost as much time as large ones.
+
+A bucket of gathers runs where the first of them is due; the other weights are held until an operator needs them. A bucket of
+reductions runs where the last of them is due; the gradients before it are held. A bucket grows as long as there is room for that:
+room that the step does not need at its peak (`footprint.rooms`). So buckets take time off a step, and add nothing to its peak.
+
+Only moves along the same axes, in the same dtype, can be one move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from scrimp.lower.footprint import Pass, gathered_nbytes, rooms
+from scrimp.lower.model import Lowered, LoweredLayer
+from scrimp.lower.steps import Accumulate, Gather, Step
+from scrimp.lower.weights.rest import Rest
+from scrimp.move import ITEMSIZE
+
+Key = tuple[object, ...]
+Later = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassBuckets:
+    """`bring[n]`: the gathers of the pass, by number, that run where gather n is due. `sum[n]`: its gradients, by number, that
+    are reduced where gradient n is made. `room_nbytes`: what may be held besides before its first step."""
+
+    bring: tuple[tuple[int, ...], ...]
+    sum: tuple[tuple[int, ...], ...]
+    room_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """`names`: the weights that each pass gathers, in order. `room_nbytes`: what may be held besides, when no layer runs."""
+
+    passes: Mapping[Pass, PassBuckets] = field(default_factory=dict)
+    names: Mapping[Pass, tuple[str, ...]] = field(default_factory=dict)
+    room_nbytes: int = 0
+
+
+def buckets_of(lowered: Lowered, later: Later, *, by_phase: bool = False) -> Buckets:
+    """`later`: the axes along which a gradient is summed at the end of the step (`later_axes`)."""
+    room = rooms(lowered, by_phase=by_phase)
+    found: dict[Pass, PassBuckets] = {}
+    names: dict[Pass, tuple[str, ...]] = {}
+    known: dict[tuple[int, tuple[int, ...]], PassBuckets] = {}
+    for k, layer in enumerate(lowered.layers):
+        for backward, program in ((False, layer.ahead), (True, layer.behind)):
+            key = (lowered.first + k, backward)
+            steps, left = program.steps, room[key]
+            names[key] = tuple(layer.names[step.weight] for step in steps if isinstance(step, Gather))
+            same = (id(program), tuple(left))
+            if same not in known:
+                known[same] = PassBuckets(
+                    bring=_gathers(lowered, layer, steps, left),
+                    sum=_sums(lowered, layer, steps, left, later),
+                    room_nbytes=left[0] if left else 0,
+                )
+            found[key] = known[same]
+    return Buckets(passes=found, names=names, room_nbytes=0 if by_phase else _peak(lowered, room))
+
+
+def gather_key(each: Rest) -> Key | None:
+    """Gathers with equal keys can be one move; None if nothing is moved."""
+    return (each.weight, each.dtype) if each.weight else None
+
+
+def sum_key(each: Rest, step: Accumulate, later: Later) -> Key | None:
+    """Reductions with equal keys can be one move; None if nothing is moved, or if the gradient is not the reduction's own."""
+    axes = later.get(each.name, ())
+    over = each.gradient if axes else each.states
+    if step.before.dims != each.use.dims or not step.donate or ((), step.before.partial) == (over, axes):
+        return None
+    return step.before.partial, over, axes, each.dtype
+
+
+def _gathers(lowered: Lowered, layer: LoweredLayer, steps: Sequence[Step], left: list[int]) -> tuple[tuple[int, ...], ...]:
+    due = [(at, step) for at, step in enumerate(steps) if isinstance(step, Gather)]
+    bring: list[list[int]] = [[] for _ in due]
+    first: dict[Key, int] = {}  # of the open bucket
+    for number, (at, step) in enumerate(due):
+        each = lowered.rest[layer.names[step.weight]]
+        key, nbytes = gather_key(each), gathered_nbytes(lowered, layer, step)
+        if key is None:
+            bring[number].append(number)
+            continue
+        if key in first:
+            head = first[key]
+            start = due[head][0]
+            # While it runs: all tiles, and beside them the flat array in which they arrive, and the shares that are sent.
+            alone = gathered_nbytes(lowered, layer, due[head][1]) if len(bring[head]) == 1 else 0
+            flat = (alone + nbytes) + (alone + nbytes) // prod(lowered.mesh.axis_size(axis) for axis in each.weight)
+            if left[start] >= nbytes + flat and all(room >= nbytes for room in left[start + 1 : at]):
+                left[start] -= nbytes + flat
+                for between in range(start + 1, at):
+                    left[between] -= nbytes
+                bring[head].append(number)
+                continue
+        first[key] = number
+        bring[number].append(number)
+    return tuple(map(tuple, bring))
+
+
+def _sums(
+    lowered: Lowered, layer: LoweredLayer, steps: Sequence[Step], left: list[int], later: Later
+) -> tuple[tuple[int, ...], ...]:
+    made = [(at, step) for at, step in enumerate(steps) if isinstance(step, Accumulate)]
+    waiting: list[list[int]] = [[] for _ in made]
+    last: dict[Key, int] = {}  # of the open bucket
+    for number, (at, step) in enumerate(made):
+        each = lowered.rest[layer.names[step.weight]]
+        key = sum_key(each, step, later)
+        waiting[number].append(number)
+        if key is None:
+            continue
+        if key in last:
+            before = last[key]
+            held = sum(_tile(lowered, lowered.rest[layer.names[made[other][1].weight]]) for other in waiting[before])
+            # While it runs: what is packed and what arrives, each as large as all gradients; then the shares.
+            most = 2 * held + _tile(lowered, each) + held // prod(map(lowered.mesh.axis_size, each.states))
+            if left[at] >= most and all(room >= held for room in left[made[before][0] + 1 : at]):
+                left[at] -= most
+                for between in range(made[before][0] + 1, at):
+                    left[between] -= held
+                waiting[number] = [*waiting[before], number]
+                waiting[before] = []
+        last[key] = number
+    return tuple(map(tuple, waiting))
+
+
+def _tile(lowered: Lowered, each: Rest) -> int:
+    return each.flat_shape(lowered.mesh)[1] * ITEMSIZE[each.dtype]
+
+
+def _peak(lowered: Lowered, room: Mapping[Pass, Sequence[int]]) -> int:
+    """The step's peak over model data at rest: what is there when no layer runs."""
+    return max((left for each in room.values() for left in each), default=0)
+
+
+def chunks(nbytes: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Indices in order, as many together as stay within a limit of bytes, at least one."""
+    chunk: list[int] = []
+    for index, each in enumerate(nbytes):
+        if chunk and sum(nbytes[k] for k in chunk) + each > limit:
+            yield chunk
+            chunk = []
+        chunk.append(index)
+    if chunk:
+        yield chunk

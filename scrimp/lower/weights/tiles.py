@@ -1,0 +1,86 @@
+"""A rank's part of a tensor, cut out of the whole; a tile of a weight, gathered from shares; a share of a gradient, summed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from scrimp.layout import Mesh
+from scrimp.lower.moves import Communicator, local_shape, redistribute
+from scrimp.lower.weights.rest import Rest
+from scrimp.move import synthesize
+from scrimp.planner import Placed
+
+
+def cut(whole: torch.Tensor, place: Placed, mesh: Mesh, rank: int) -> torch.Tensor:
+    """A rank's part of a whole tensor, as a view where that is possible."""
+    factors = [factor for dim in place.dims for factor in dim]
+    found = whole.reshape([size for size, _ in factors])
+    for dim, (size, axes) in enumerate(factors):
+        count = prod(mesh.axis_size(axis) for axis in axes)
+        index = 0
+        for axis in axes:
+            index = index * mesh.axis_size(axis) + mesh.coordinate(rank, axis)
+        found = found.narrow(dim, index * (size // count), size // count)
+    return found.reshape(local_shape(place, mesh))
+
+
+def flat_tile(whole: torch.Tensor, each: Rest, mesh: Mesh, rank: int) -> torch.Tensor:
+    """A rank's tile of a whole parameter, flat and padded."""
+    return padded(cut(whole, each.use, mesh, rank), each, mesh)
+
+
+def padded(tile: torch.Tensor, each: Rest, mesh: Mesh) -> torch.Tensor:
+    more = each.flat_shape(mesh)[1] - tile.numel()
+    flat = tile.reshape(1, -1)
+    return torch.nn.functional.pad(flat, (0, more)) if more else flat
+
+
+def gathered(comm: Communicator, share: torch.Tensor, each: Rest, over: tuple[str, ...]) -> torch.Tensor:
+    """A tile as operators use it, from its shares over some axes: the share itself, as a view, where there are none."""
+    mesh, shape = comm.mesh, local_shape(each.use, comm.mesh)
+    flat = share.view(1, -1)
+    if over:
+        program = synthesize(
+            each.flat_shape(mesh), mesh, each.layout(over), each.layout(()), dtype=str(share.dtype).removeprefix("torch.")
+        )
+        flat = comm.move(program, flat, donate=False)
+    return flat[:, : each.tile_numel(mesh)].view(shape)
+
+
+def summed(
+    comm: Communicator,
+    gradient: torch.Tensor,
+    place: Placed,
+    each: Rest,
+    over: tuple[str, ...],
+    *,
+    later: tuple[str, ...] = (),
+    donate: bool,
+) -> torch.Tensor:
+    """A gradient, flat: its share over some axes, summed over the ranks, but not yet along the axes `later`."""
+    if place.dims != each.use.dims:
+        after = replace(each.use, partial=later)
+        gradient, donate, place = redistribute(comm, gradient, place, after, donate=donate), True, after
+    flat = padded(gradient, each, comm.mesh)
+    del gradient
+    return shared(comm, flat, each, ((), place.partial), (over, later), donate=donate)
+
+
+def shared(
+    comm: Communicator,
+    flat: torch.Tensor,
+    each: Rest,
+    before: tuple[tuple[str, ...], tuple[str, ...]],
+    after: tuple[tuple[str, ...], tuple[str, ...]],
+    *,
+    donate: bool,
+) -> torch.Tensor:
+    """Flat shares of a tile from (axes, axes along which they are summands) to others."""
+    if before == after:
+        return flat
+    dtype = str(flat.dtype).removeprefix("torch.")
+    program = synthesize(each.flat_shape(comm.mesh), comm.mesh, each.layout(*before), each.layout(*after), dtype=dtype)
+    return comm.move(program, flat.view(1, -1), donate=donate)
