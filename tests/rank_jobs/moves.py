@@ -129,7 +129,7 @@ def in_rounds(donate: bool) -> tuple[bool, int, int, int]:
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
         out = program.run(local.clone(), donate=donate)
-    promise = 2 * program.cap_numel * 4 + stage_nbytes(program) + (0 if donate else local.nbytes)
+    promise = 2 * program.cap_numel * 4 + stage_nbytes(program.cap_numel * 4) + (0 if donate else local.nbytes)
     return torch.equal(out, tile_of(full, dst, mesh, rank)), overload(program, rank), most_live(profile), promise
 
 

@@ -120,8 +120,8 @@ class EngineWeights:
             for (states, axes), slots in stale.items():
                 views = [self._data.device_view(layer, slot) for slot in slots]
                 mine = [view[slice(*_updated(slot))] for view, slot in zip(views, slots, strict=True)]
-                # The shares that are sent, and the one array in which all of them arrive.
-                for chunk in chunks([a.nbytes + b.nbytes for a, b in zip(views, mine, strict=True)], room_nbytes):
+                # The copies that are sent, and the one array in which all shares arrive.
+                for chunk in chunks([2 * view.nbytes for view in views], room_nbytes):
                     rows = shared_together(self.comm, [mine[k] for k in chunk], states, axes)
                     for k, whole in zip(chunk, rows, strict=True):
                         views[k].view(whole.shape).copy_(whole)

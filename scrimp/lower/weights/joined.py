@@ -38,10 +38,13 @@ def shared_together(
     """Flat shares of several tiles over the axes `before`, as shares over the axes `after`, which come first among them. Each is
     a matrix with a row for each share, a view of the one array in which all of them arrive."""
     assert before[: len(after)] == after, (before, after)
-    gone = before[len(after) :]
-    sizes = [share.numel() for share in shares]
-    whole = _moved(comm, torch.cat([share.view(-1) for share in shares]), (gone, ()), ((), ()))
-    return torch.split(whole.view(prod(map(comm.mesh.axis_size, gone)), -1), sizes, dim=1)
+    gone, flats = before[len(after) :], [share.view(-1) for share in shares]
+    members = prod(map(comm.mesh.axis_size, gone))
+    if flats[0].is_cuda:
+        whole = _moved(comm, torch.cat(flats), (gone, ()), ((), ()))
+    else:  # gloo's fastest collective is the all-to-all: a copy for each member goes there
+        whole = _spread(comm, torch.cat(flats * members), gone)
+    return torch.split(whole.view(members, -1), [flat.numel() for flat in flats], dim=1)
 
 
 def summed_together(
@@ -63,6 +66,17 @@ def summed_together(
     del packed, target
     found = _moved(comm, flat, ((), before[1]), (over[len(held) :], later)).view(1, -1)
     return [*torch.split(found, sizes, dim=1)]
+
+
+def _spread(comm: Communicator, copies: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    """Part k of a flat array goes to member k along the axes."""
+    mesh = comm.mesh
+    others = tuple(axis for axis in mesh.names if axis not in axes)
+    count, members = (prod(map(mesh.axis_size, each)) for each in (others, axes))
+    src, dst = Layout(dims=(others, axes, ())), Layout(dims=(others, (), axes))
+    dtype = str(copies.dtype).removeprefix("torch.")
+    program = synthesize((count, members, copies.numel()), mesh, src, dst, dtype=dtype)
+    return comm.move(program, copies.view(1, 1, -1), donate=True)
 
 
 def _moved(

@@ -54,7 +54,7 @@ def agree(comm: Comm, programs: Sequence[Program], locals_: Sequence[torch.Tenso
     for other, row in enumerate(by_rank):
         if row[1] >= 0:
             raise MoveError(fault_text(programs[row[1]], other, row[5 : 5 + min(row[4], SHAPE_SLOTS)], _DTYPES[row[3]]))
-    if comm.order_on(shown.device) is None or any(map(_has_parts, programs)):
+    if not comm.native_on(shown.device) or any(map(_has_parts, programs)):
         comm.join_parts(shown.device)
     comm.agreed[key] = max(row[2] for row in by_rank)
     return comm.agreed[key], int(key[:7], 16)

@@ -1,7 +1,9 @@
 """The ranks of a mesh in torch.distributed: process groups, and serving of requests.
 
-Parts are sent point to point over the one group of the mesh: no group is made for them. Only on NCCL are groups made, for gathers
-and sums, where its own algorithms save traffic between nodes; gloo's are slower than point to point.
+Parts are sent point to point over the one group of the mesh, but for exchanges in which each member of a sub-group sends to all
+others: these are one call of the backend on a group of these members, which saves a wake-up for each message. On NCCL gathers and
+sums are calls of the backend too, because its algorithms save traffic between nodes. Gloo's go round a ring, and are slower than
+point to point.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import torch.distributed as dist
 
 from scrimp.errors import MoveError
 from scrimp.layout import Mesh
-from scrimp.move.run.requests import AllReduce, Exchange, Gather, Part, ReduceScatter, Request
-from scrimp.move.run.torch_private import all_gather_flat, group_timeout, reduce_scatter_flat
+from scrimp.move.run.requests import AllReduce, AllToAll, Exchange, Gather, Part, ReduceScatter, Request
+from scrimp.move.run.torch_private import all_gather_flat, all_to_all_flat, group_timeout, reduce_scatter_flat
 
 TAGS = 1 << 29
 
@@ -44,13 +46,34 @@ class Comm:
         """Serves concurrent requests, each kind and group in one call. `tag` separates their messages from those of other
         programs and of the user."""
         self._exchange([request for request in requests if isinstance(request, Exchange)], TAGS + tag % TAGS)
-        for kind, call in ((Gather, self._gather), (ReduceScatter, self._reduce_scatter), (AllReduce, self._all_reduce)):
+        for kind, call in (
+            (AllToAll, self._all_to_all), (Gather, self._gather), (ReduceScatter, self._reduce_scatter),
+            (AllReduce, self._all_reduce),
+        ):  # fmt: skip
             alike: dict[object, list[Any]] = defaultdict(list)
             for request in requests:
                 if isinstance(request, kind):
-                    alike[(request.members, _tensor(request).dtype if kind is not Gather else None)].append(request)
+                    adds = kind in (ReduceScatter, AllReduce)
+                    alike[(request.members, _tensor(request).dtype if adds else None)].append(request)
             for batch in alike.values():
                 call(batch)
+
+    def _all_to_all(self, batch: list[AllToAll]) -> None:
+        group = self._subgroup(batch[0].members, batch[0].out.device)
+        sent, arriving = (
+            [[size * request.out.element_size() for size in sizes] for request, sizes in each]
+            for each in ([(r, r.sizes) for r in batch], [(r, r.out_sizes) for r in batch])
+        )
+        if len(batch) == 1:
+            all_to_all_flat(raw_bytes(batch[0].out), raw_bytes(batch[0].parts), group, arriving[0], sent[0])
+            return
+        parts = [torch.split(raw_bytes(request.parts), sizes) for request, sizes in zip(batch, sent, strict=True)]
+        local = torch.cat([piece for to_member in zip(*parts, strict=True) for piece in to_member])
+        out = local.new_empty(sum(map(sum, arriving)))
+        totals, out_totals = ([*map(sum, zip(*sizes, strict=True))] for sizes in (sent, arriving))
+        all_to_all_flat(out, local, group, out_totals, totals)
+        outs = [torch.split(raw_bytes(request.out), sizes) for request, sizes in zip(batch, arriving, strict=True)]
+        _split(out, [piece for from_member in zip(*outs, strict=True) for piece in from_member])
 
     def _exchange(self, requests: list[Exchange], tag: int) -> None:
         sends, receives = (_by_peer(parts) for parts in ([r.sends for r in requests], [r.receives for r in requests]))
@@ -115,11 +138,11 @@ class Comm:
         dist.all_reduce(total, group=group)
         _split(raw_bytes(total), [request.total for request in batch])
 
-    def order_on(self, device: torch.device) -> Order | None:
-        native = device.type == "cuda" if self.native is None else self.native
-        return self._order if native else None
+    def native_on(self, device: torch.device) -> bool:
+        """Whether gathers and sums are collectives of the backend there."""
+        return device.type == "cuda" if self.native is None else self.native
 
-    def _order(self, members: tuple[int, ...]) -> tuple[int, ...]:
+    def order(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Mesh ranks as their sub-group numbers them: torch sorts a new group by global rank."""
         whole = len(members) == len(self.ranks)
         return tuple(sorted(members, key=(self.peers if whole else self.ranks).__getitem__))

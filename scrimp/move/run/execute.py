@@ -7,7 +7,6 @@ holders, many receivers), the exchange goes in rounds through a staging buffer.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,10 +14,11 @@ import torch
 from scrimp.layout import Box, Mesh, box_numel
 from scrimp.move.plan.routes import Routes, routes
 from scrimp.move.program import Program, Step
-from scrimp.move.run.requests import AllReduce, Exchange, Gather, Part, ReduceScatter, Request
+from scrimp.move.run.requests import AllReduce, AllToAll, Exchange, Gather, Part, ReduceScatter, Request
 
 STAGE_FLOOR_NBYTES = 1 << 20
 STAGE_SHARE = 8
+SMALL_NBYTES = 1 << 12  # summands of all members: so few are sent to all, in one call
 
 
 def stage_nbytes(tile_nbytes: int) -> int:
@@ -39,12 +39,11 @@ class Holder:
 
     def release(self) -> None:
         """Frees the array: all parts still needed have been packed."""
+        if self._input is None:
+            _free(self.array)
+        elif self._donate:
+            _free(self._input)
         self.array = self.array.new_empty(0)
-        if self._input is not None and self._donate:
-            storage = self._input.untyped_storage()
-            # Contiguous and as large as the storage: it is all of it, not an expanded view.
-            if storage.resizable() and self._input.is_contiguous() and storage.nbytes() == self._input.nbytes:
-                storage.resize_(0)
         self._input = None
 
     def finish(self) -> torch.Tensor:
@@ -56,6 +55,14 @@ class Holder:
         return result
 
 
+def _free(array: torch.Tensor) -> None:
+    """Frees the memory of an array at once. The backend's thread may hold the tensors of its last call a moment longer."""
+    storage = array.untyped_storage()
+    # Contiguous and as large as the storage: it is all of it, not an expanded view.
+    if storage.resizable() and array.is_contiguous() and storage.nbytes() == array.nbytes:
+        storage.resize_(0)
+
+
 def overload(program: Program, rank: int) -> int:
     """The most tiles' worth that this rank sends in a step with arbitrary exchanges, rounded up."""
     loose = [step for step in program.steps if step.kind in ("exchange", "direct")]
@@ -63,31 +70,38 @@ def overload(program: Program, rank: int) -> int:
     return -(-most // max(program.cap_numel, 1))
 
 
-def execute(program: Program, step: Step, rank: int, holder: Holder, *, order: Order | None, load: int) -> Iterator[Request]:
-    """Runs one step. With an `order`, gathers and sums are collectives of the backend, among mesh ranks in the order of their
-    sub-group; `load` is the largest overload of any rank."""
+def execute(
+    program: Program, step: Step, rank: int, holder: Holder, *, order: Order, native: bool, load: int
+) -> Iterator[Request]:
+    """Runs one step. `order`: mesh ranks as their sub-group numbers them. If `native`, gathers and sums are collectives of the
+    backend. `load` is the largest overload of any rank."""
     members = program.mesh.group(rank, step.axes)
     if step.kind == "all_reduce" and 0 in program.shape:
         return
     if step.kind == "all_reduce":
-        yield from _native_all_reduce(holder, order(members)) if order else _all_reduce(holder, members, rank)
+        yield from _native_all_reduce(holder, order(members)) if native else _all_reduce(holder, members, rank, order)
         return
     part = routes(program, step, rank)
-    if program.padded != program.shape or 0 in program.shape:
-        order = None  # collectives of the backend need equal, non-empty parts
+    even = program.padded == program.shape and 0 not in program.shape
+    native = native and even  # collectives of the backend need equal, non-empty parts
+    together = even and holder.array.device.type == "cpu"
     if step.kind == "slice":
         holder.array = _view(holder.array, part.after, part.before)
-    elif step.kind == "reduce_scatter" and order:
+    elif step.kind == "reduce_scatter" and native:
         yield from _native_reduce_scatter(holder, part, order(members), rank)
     elif step.kind == "reduce_scatter":
         largest = step.after.local_numel(program.shape, program.mesh, program.padded)
         per_round = max(1, program.cap_numel // max(largest, 1))
         if per_round < len(members):
             yield from _reduce_scatter_in_rounds(holder, part, members, rank, per_round)
+        elif together:
+            yield from _reduce_scatter_together(holder, part, members, rank, order)
         else:
             yield from _reduce_scatter(holder, part, members, rank)
-    elif step.kind == "all_gather" and order:
+    elif step.kind == "all_gather" and native:
         yield from _native_all_gather(holder, part, order(members))
+    elif step.kind == "all_to_all" and together:
+        yield from _all_to_all(holder, part, order(members), rank)
     elif step.kind in ("exchange", "direct") and load > 1:
         nbytes = (load + 1) * program.cap_numel * program.itemsize
         yield from _exchange_in_rounds(holder, part, -(-nbytes // stage_nbytes(program.cap_numel * program.itemsize)))
@@ -95,10 +109,12 @@ def execute(program: Program, step: Step, rank: int, holder: Holder, *, order: O
         yield from _exchange(holder, part)
 
 
-def execute_between(mesh: Mesh, part: Routes, rank: int, holder: Holder, sums: tuple[str, ...]) -> Iterator[Request]:
+def execute_between(
+    mesh: Mesh, part: Routes, rank: int, holder: Holder, sums: tuple[str, ...], order: Order
+) -> Iterator[Request]:
     """Sums over axes, then a direct exchange along given routes."""
     if sums:
-        yield from _all_reduce(holder, mesh.group(rank, sums), rank)
+        yield from _all_reduce(holder, mesh.group(rank, sums), rank, order)
     yield from _exchange(holder, part)
 
 
@@ -144,6 +160,45 @@ def _exchange(holder: Holder, part: Routes) -> Iterator[Request]:
     holder.array = out
 
 
+def _packed(holder: Holder, part: Routes, boxes: list[Box]) -> torch.Tensor:
+    """All of an array, flat, as boxes of equal size one behind the other: itself where they lie so, else a copy, and the array is
+    freed."""
+    array = holder.array
+    if array.is_contiguous() and _are_in_order(part.before, boxes):
+        return array.view(-1)
+    packed = array.new_empty((len(boxes), *_shape(boxes[0])))
+    for slot, box in zip(packed, boxes, strict=True):
+        slot.copy_(_view(array, box, part.before))
+    del array
+    holder.release()
+    return packed.view(-1)
+
+
+def _all_to_all(holder: Holder, part: Routes, members: tuple[int, ...], rank: int) -> Iterator[Request]:
+    """Every member sends a part to every other, in one call."""
+    sends, receives = {**dict(part.sends), rank: part.kept}, {**dict(part.receives), rank: part.kept}
+    boxes = [receives[member] for member in members]
+    packed = _packed(holder, part, [sends[member] for member in members])
+    sizes = [packed.numel() // len(members)] * len(members)
+    in_order = _are_in_order(part.after, boxes)
+    out = packed.new_empty(_shape(part.after) if in_order else (len(members), *_shape(boxes[0])))
+    yield AllToAll(members=members, parts=packed, sizes=sizes, out=out.view(-1), out_sizes=sizes)
+    _end(holder, packed)
+    if not in_order:
+        arrived, out = out, out.new_empty(_shape(part.after))
+        for slot, box in zip(arrived, boxes, strict=True):
+            _view(out, box, part.after).copy_(slot)
+        _free(arrived)
+    holder.array = out
+
+
+def _end(holder: Holder, packed: torch.Tensor) -> None:
+    """After a call: frees what was packed, and the array, where it is the same."""
+    if packed.untyped_storage().data_ptr() != holder.array.untyped_storage().data_ptr():
+        _free(packed)
+    holder.release()
+
+
 def _exchange_in_rounds(holder: Holder, part: Routes, rounds: int) -> Iterator[Request]:
     """The same through a staging buffer: every part is cut along its longest dim into as many pieces as there are rounds."""
     out = holder.array.new_empty(_shape(part.after))
@@ -174,6 +229,27 @@ def _reduce_scatter(holder: Holder, part: Routes, members: tuple[int, ...], rank
     sends.clear()
     holder.release()
     holder.array = torch.sum(summands, 0, dtype=summands.dtype)
+
+
+def _reduce_scatter_together(
+    holder: Holder, part: Routes, members: tuple[int, ...], rank: int, order: Order
+) -> Iterator[Request]:
+    """The same in one call, if all parts have one size."""
+    boxes, numbered = {**dict(part.sends), rank: part.after}, order(members)
+    packed = _packed(holder, part, [boxes[member] for member in numbered])
+    sizes = [packed.numel() // len(members)] * len(members)
+    summands = packed.new_empty((len(members), *_shape(part.after)))
+    yield AllToAll(members=numbered, parts=packed, sizes=sizes, out=summands.view(-1), out_sizes=sizes)
+    _end(holder, packed)
+    holder.array = _summed(summands, numbered, members)
+
+
+def _summed(summands: torch.Tensor, numbered: tuple[int, ...], members: tuple[int, ...]) -> torch.Tensor:
+    """Adds in the members' order, so that replicas in other sub-groups have the same bits, however these are numbered."""
+    in_order = summands if numbered == members else summands[[numbered.index(member) for member in members]]
+    total = torch.sum(in_order, 0, dtype=summands.dtype)
+    _free(summands)
+    return total
 
 
 def _reduce_scatter_in_rounds(
@@ -215,7 +291,7 @@ def _native_all_gather(holder: Holder, part: Routes, members: tuple[int, ...]) -
     del array
     holder.release()
     boxes = [dict(part.receives).get(member, part.kept) for member in members]
-    if boxes == sorted(boxes) and all(_is_one_piece(part.after, box) for box in boxes):
+    if _are_in_order(part.after, boxes):
         holder.array = gathered.view(_shape(part.after))
         return
     out = gathered.new_empty(_shape(part.after))
@@ -231,29 +307,32 @@ def _native_all_reduce(holder: Holder, members: tuple[int, ...]) -> Iterator[Req
     holder.array = total
 
 
-def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int) -> Iterator[Request]:
-    """A reduce-scatter and a gather of the flat array; every member adds its part in the same order."""
-    shape, me, n = holder.array.shape, members.index(rank), len(members)
+def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int, order: Order) -> Iterator[Request]:
+    """A reduce-scatter and a gather of the flat array, or, if it is small, a gather of all summands. All members add in the same
+    order."""
+    shape, numbered, n = holder.array.shape, order(members), len(members)
+    me = numbered.index(rank)
     flat = _contiguous(holder).view(-1)
-    bounds = [flat.numel() * k // n for k in range(n + 1)]
-    spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-    filled = [k for k in range(n) if bounds[k + 1] > bounds[k]]
-    others = [k for k in range(n) if k != me]
-    summands = flat.new_empty((n, bounds[me + 1] - bounds[me]))
-    summands[me].copy_(flat[spans[me]])
-    yield Exchange(
-        sends=[Part(members[k], flat[spans[k]]) for k in others if k in filled],
-        receives=[Part(members[k], summands[k]) for k in others if me in filled],
-    )
+    size = flat.numel()
+    if n * flat.nbytes <= SMALL_NBYTES:
+        summands = flat.new_empty((n, size))
+        copies = flat.repeat(n)
+        yield AllToAll(members=numbered, parts=copies, sizes=[size] * n, out=summands.view(-1), out_sizes=[size] * n)
+        del flat, copies
+        holder.release()
+        holder.array = _summed(summands, numbered, members).view(shape)
+        return
+    sizes = [size * (k + 1) // n - size * k // n for k in range(n)]
+    summands = flat.new_empty((n, sizes[me]))
+    yield AllToAll(members=numbered, parts=flat, sizes=sizes, out=summands.view(-1), out_sizes=[sizes[me]] * n)
     del flat
     holder.release()
-    total = summands.new_empty(bounds[-1])
-    torch.sum(summands, 0, dtype=summands.dtype, out=total[spans[me]])
+    mine = _summed(summands, numbered, members)
     del summands
-    yield Exchange(
-        sends=[Part(members[k], total[spans[me]]) for k in others if me in filled],
-        receives=[Part(members[k], total[spans[k]]) for k in others if k in filled],
-    )
+    copies = mine.repeat(n)
+    total = mine.new_empty(size)
+    yield AllToAll(members=numbered, parts=copies, sizes=[sizes[me]] * n, out=total, out_sizes=sizes)
+    _free(copies)
     holder.array = total.view(shape)
 
 
@@ -290,6 +369,11 @@ def _is_one_piece(whole: Box, box: Box) -> bool:
             return False
         split = split or stop - start > 1
     return True
+
+
+def _are_in_order(whole: Box, boxes: list[Box]) -> bool:
+    """Whether boxes of equal size that make up an array lie one behind the other in it."""
+    return boxes == sorted(boxes) and all(_is_one_piece(whole, box) for box in boxes)
 
 
 def _cut(box: Box, number: int, pieces: int) -> Box:

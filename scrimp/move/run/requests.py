@@ -50,4 +50,16 @@ class AllReduce:
     total: torch.Tensor
 
 
-Request = Exchange | Gather | ReduceScatter | AllReduce
+@dataclass(frozen=True, kw_only=True)
+class AllToAll:
+    """Flat `parts` for all members one behind the other, so many elements for each; `out` receives theirs. In the order of
+    `members`."""
+
+    members: tuple[int, ...]
+    parts: torch.Tensor
+    sizes: list[int]
+    out: torch.Tensor
+    out_sizes: list[int]
+
+
+Request = Exchange | Gather | ReduceScatter | AllReduce | AllToAll

@@ -74,10 +74,10 @@ def _serve_next(comm: Comm, pending: list[Iterator[Request]], tag: int) -> list[
 
 
 def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: list[str]) -> Iterator[Request]:
-    order = comm.order_on(holder.array.device)
+    native = comm.native_on(holder.array.device)
     for number, step in enumerate(program.steps, start=1):
         where[0] = f"step {number} of {len(program.steps)} ({step.describe(program.mesh)}) of {program}"
-        yield from execute(program, step, comm.rank, holder, order=order, load=load)
+        yield from execute(program, step, comm.rank, holder, order=comm.order, native=native, load=load)
 
 
 def run_between(
@@ -112,7 +112,7 @@ def run_between(
             elif tuple(local.shape) != shape:
                 raise MoveError(f"mesh rank {rank} gave a tensor of shape {tuple(local.shape)} for its box {before[rank]}")
             holder = Holder(local, donate=False)
-            pending = [execute_between(mesh, routes_between(before, after, rank), rank, holder, sums)]
+            pending = [execute_between(mesh, routes_between(before, after, rank), rank, holder, sums, comm.order)]
             while pending:
                 pending = _serve_next(comm, pending, tag)
                 tag += 1

@@ -27,6 +27,12 @@ def reduce_scatter_flat(out: torch.Tensor, local: torch.Tensor, group: Any) -> N
     scatter(out, local, group=group)
 
 
+def all_to_all_flat(out: torch.Tensor, local: torch.Tensor, group: Any, out_sizes: list[int], sizes: list[int]) -> None:
+    """`sizes`: elements of `local` for each rank of the group, `out_sizes`: of `out` from each."""
+    even = len({*sizes, *out_sizes}) == 1
+    group.alltoall_base(out, local, [] if even else out_sizes, [] if even else sizes, dist.AllToAllOptions()).wait()
+
+
 def default_store() -> Any:
     """The key-value store by which the ranks of the default group found each other; torch has no public getter."""
     return dist.distributed_c10d._get_default_store()
