@@ -16,8 +16,8 @@ from scrimp.capture import BORDER, Value, to_json
 from scrimp.ext.ranks import pool
 from scrimp.lower import Shards, cut, lower, lower_stages
 from scrimp.lower.pipeline import micro_rows
-from scrimp.lower.weights.rest import rest_of
 from scrimp.lower.stages import EXPECT, RUN, SEND, SENT, TAKE, Turn, messages, spread, tile_shape, turns
+from scrimp.lower.weights.rest import rest_of
 from scrimp.planner import Task, placed, tasks, unsplit
 from tests.support.lowering.rehearse import Alone
 from tests.support.lowering.run import Ran, worst_of

@@ -18,7 +18,14 @@ import torch.distributed as dist
 from scrimp.errors import MoveError
 from scrimp.layout import Mesh
 from scrimp.move.run.requests import AllReduce, AllToAll, Exchange, Gather, Part, ReduceScatter, Request
-from scrimp.move.run.torch_private import all_gather_flat, all_to_all_flat, group_timeout, reduce_scatter_flat
+from scrimp.move.run.torch_private import (
+    all_gather_flat,
+    all_to_all_flat,
+    group_timeout,
+    post_receive,
+    post_send,
+    reduce_scatter_flat,
+)
 
 TAGS = 1 << 29
 
@@ -79,11 +86,7 @@ class Comm:
         sends, receives = (_by_peer(parts) for parts in ([r.sends for r in requests], [r.receives for r in requests]))
         incoming = {peer: raw_bytes(pieces[0]) if len(pieces) == 1 else _raw_buffer(pieces) for peer, pieces in receives.items()}
         outgoing = {peer: raw_bytes(pieces[0]) if len(pieces) == 1 else _joined(pieces) for peer, pieces in sends.items()}
-        ops = [self._op(dist.irecv, peer, data, tag) for peer, data in incoming.items()]
-        ops += [self._op(dist.isend, peer, data, tag) for peer, data in outgoing.items()]
-        if ops:
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
+        self._parts(incoming, outgoing, tag)
         for peer, pieces in receives.items():
             if len(pieces) > 1:
                 _split(incoming[peer], pieces)
@@ -101,11 +104,20 @@ class Comm:
         """The process groups it has made."""
         return [group for group in (*self._subgroups.values(), self._apart) if group is not None]
 
-    def _op(self, op: Any, peer: int, data: torch.Tensor, tag: int) -> dist.P2POp:
-        if data.device.type != "cuda":
-            return dist.P2POp(op, data, group=self.group, group_peer=self.peers[peer], tag=tag)
-        assert self._apart is not None, "the ranks have not joined for parts"
-        return dist.P2POp(op, data, group=self._apart, peer=self.ranks[peer])
+    def _parts(self, incoming: dict[int, torch.Tensor], outgoing: dict[int, torch.Tensor], tag: int) -> None:
+        """Sends and receives parts. On CUDA all of them are one call; elsewhere torch's own wrapper of a message takes as long
+        as a small message."""
+        on_cuda = any(data.device.type == "cuda" for data in (*incoming.values(), *outgoing.values()))
+        if not on_cuda:
+            works = [post_receive(self.group, data, self.peers[peer], tag) for peer, data in incoming.items()]
+            works += [post_send(self.group, data, self.peers[peer], tag) for peer, data in outgoing.items()]
+        else:
+            assert self._apart is not None, "the ranks have not joined for parts"
+            ops = [dist.P2POp(dist.irecv, data, group=self._apart, peer=self.ranks[peer]) for peer, data in incoming.items()]
+            ops += [dist.P2POp(dist.isend, data, group=self._apart, peer=self.ranks[peer]) for peer, data in outgoing.items()]
+            works = dist.batch_isend_irecv(ops)
+        for work in works:
+            work.wait()
 
     def _gather(self, batch: list[Gather]) -> None:
         group = self._subgroup(batch[0].members, batch[0].local.device)

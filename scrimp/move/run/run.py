@@ -17,8 +17,11 @@ from scrimp.move.plan.routes import routes_between
 from scrimp.move.program import Program
 from scrimp.move.run.agree import agree, compare, fault_text, first_fault
 from scrimp.move.run.comm import Comm, comm_for
-from scrimp.move.run.execute import Holder, execute, execute_between
+from scrimp.move.run.execute import execute, execute_between
+from scrimp.move.run.holder import Holder
 from scrimp.move.run.requests import Request
+
+Where = tuple[Program, int] | None  # the program that runs, and which of its steps
 
 
 def run_program(program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False) -> torch.Tensor:
@@ -40,7 +43,7 @@ def run_in_step(
             raise MoveError(fault_text(programs[bad], rank, locals_[bad].shape, str(locals_[bad].dtype)))
         return list(locals_)
     with torch.no_grad():
-        where = ["comparing the program over the ranks"]
+        where: list[Where] = [None]
         try:
             locals_ = [local.resolve_conj().resolve_neg() for local in locals_]
             load, tag = agree(comm, programs, locals_)
@@ -52,7 +55,7 @@ def run_in_step(
                 tag += 1
         except (RuntimeError, ValueError) as error:
             raise MoveError(
-                f"mesh rank {comm.rank} of {len(comm.ranks)} failed in {where[0]}: {str(error).strip() or repr(error)}. "
+                f"mesh rank {comm.rank} of {len(comm.ranks)} failed in {_said(where[0])}: {str(error).strip() or repr(error)}. "
                 "A rank may have died, hung, or run another program; check the ranks that did not report"
             ) from error
         return [
@@ -73,10 +76,17 @@ def _serve_next(comm: Comm, pending: list[Iterator[Request]], tag: int) -> list[
     return asked
 
 
-def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: list[str]) -> Iterator[Request]:
+def _said(where: Where) -> str:
+    if where is None:
+        return "comparing the program over the ranks"
+    program, number = where
+    return f"step {number + 1} of {len(program.steps)} ({program.steps[number].describe(program.mesh)}) of {program}"
+
+
+def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: list[Where]) -> Iterator[Request]:
     native = comm.native_on(holder.array.device)
-    for number, step in enumerate(program.steps, start=1):
-        where[0] = f"step {number} of {len(program.steps)} ({step.describe(program.mesh)}) of {program}"
+    for number, step in enumerate(program.steps):
+        where[0] = program, number
         yield from execute(program, step, comm.rank, holder, order=comm.order, native=native, load=load)
 
 

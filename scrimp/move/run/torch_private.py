@@ -27,6 +27,15 @@ def reduce_scatter_flat(out: torch.Tensor, local: torch.Tensor, group: Any) -> N
     scatter(out, local, group=group)
 
 
+def post_send(group: Any, data: torch.Tensor, peer: int, tag: int) -> Any:
+    """`peer`: a rank of the group. Returns a handle to wait for."""
+    return group.send([data], peer, tag)
+
+
+def post_receive(group: Any, data: torch.Tensor, peer: int, tag: int) -> Any:
+    return group.recv([data], peer, tag)
+
+
 def all_to_all_flat(out: torch.Tensor, local: torch.Tensor, group: Any, out_sizes: list[int], sizes: list[int]) -> None:
     """`sizes`: elements of `local` for each rank of the group, `out_sizes`: of `out` from each."""
     even = len({*sizes, *out_sizes}) == 1

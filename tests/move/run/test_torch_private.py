@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 from scrimp.chunks.meter import profiler_private
 from scrimp.ext.ranks import RankPool
-from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout, reduce_scatter_flat
+from scrimp.move.run.torch_private import (
+    all_gather_flat,
+    all_to_all_flat,
+    default_store,
+    group_timeout,
+    post_receive,
+    post_send,
+    reduce_scatter_flat,
+)
 
 
 def private_names() -> str | None:
@@ -26,7 +34,20 @@ def private_names() -> str | None:
         return f"all_gather_flat gave {out}"
     part = torch.empty(1)
     reduce_scatter_flat(part, torch.arange(float(world)), dist.group.WORLD)
-    return None if part.item() == world * rank else f"reduce_scatter_flat gave {part}"
+    if part.item() != world * rank:
+        return f"reduce_scatter_flat gave {part}"
+    sizes = [1 + (rank + other) % 2 for other in range(world)]  # as many to another rank as from it
+    mine = torch.cat([torch.full((size,), 10.0 * rank + other) for other, size in enumerate(sizes)])
+    wanted = torch.cat([torch.full((size,), 10.0 * other + rank) for other, size in enumerate(sizes)])
+    out = torch.empty_like(wanted)
+    all_to_all_flat(out, mine, dist.group.WORLD, sizes, sizes)
+    if not out.equal(wanted):
+        return f"all_to_all_flat gave {out}"
+    got, other = torch.empty(1), rank ^ 1
+    works = post_receive(dist.group.WORLD, got, other, 7), post_send(dist.group.WORLD, torch.tensor([float(rank)]), other, 7)
+    for work in works:
+        work.wait()
+    return None if got.item() == other else f"post_send and post_receive gave {got}"
 
 
 def shard_order_of_a_dtensor() -> object:
