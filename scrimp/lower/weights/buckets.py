@@ -4,18 +4,19 @@ A bucket of gathers runs where the first of them is due; the other weights are h
 reductions runs where the last of them is due; the gradients before it are held. A bucket grows as long as there is room for that:
 room that the step does not need at its peak (`footprint.rooms`). So buckets take time off a step, and add nothing to its peak.
 
-Only moves along the same axes, in the same dtype, can be one move.
+Only moves along the same axes, in the same dtype, can be one move. Weights that the last layer gathers in its forward stay for
+its backward, which follows at once, if there is room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from scrimp.lower.footprint import Pass, gathered_nbytes, rooms
 from scrimp.lower.model import Lowered, LoweredLayer
-from scrimp.lower.steps import Accumulate, Gather, Step
+from scrimp.lower.steps import Accumulate, Free, Gather, Step
 from scrimp.lower.weights.rest import Rest
 from scrimp.move import ITEMSIZE
 
@@ -26,11 +27,13 @@ Later = Mapping[str, tuple[str, ...]]
 @dataclass(frozen=True, kw_only=True)
 class PassBuckets:
     """`bring[n]`: the gathers of the pass, by number, that run where gather n is due. `sum[n]`: its gradients, by number, that
-    are reduced where gradient n is made. `room_nbytes`: what may be held besides before its first step."""
+    are reduced where gradient n is made. `room_nbytes`: what may be held besides before its first step. `kept`: weights that stay
+    from the forward to the backward."""
 
     bring: tuple[tuple[int, ...], ...]
     sum: tuple[tuple[int, ...], ...]
     room_nbytes: int
+    kept: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ def buckets_of(lowered: Lowered, later: Later, *, by_phase: bool = False) -> Buc
     found: dict[Pass, PassBuckets] = {}
     names: dict[Pass, tuple[str, ...]] = {}
     known: dict[tuple[int, tuple[int, ...]], PassBuckets] = {}
+    last = len(lowered.layers) - 1
+    kept = frozenset() if by_phase else _kept(lowered, room[lowered.first + last, False], room[lowered.first + last, True])
     for k, layer in enumerate(lowered.layers):
         for backward, program in ((False, layer.ahead), (True, layer.behind)):
             key = (lowered.first + k, backward)
@@ -55,10 +60,12 @@ def buckets_of(lowered: Lowered, later: Later, *, by_phase: bool = False) -> Buc
             names[key] = tuple(layer.names[step.weight] for step in steps if isinstance(step, Gather))
             same = (id(program), tuple(left))
             if same not in known:
+                stays = kept if k == last else frozenset()
                 known[same] = PassBuckets(
-                    bring=_gathers(lowered, layer, steps, left),
+                    bring=_gathers(lowered, layer, steps, left, stays if backward else ()),
                     sum=_sums(lowered, layer, steps, left, later),
                     room_nbytes=left[0] if left else 0,
+                    kept=stays,
                 )
             found[key] = known[same]
     return Buckets(passes=found, names=names, room_nbytes=0 if by_phase else _peak(lowered, room))
@@ -78,14 +85,39 @@ def sum_key(each: Rest, step: Accumulate, later: Later) -> Key | None:
     return step.before.partial, over, axes, each.dtype
 
 
-def _gathers(lowered: Lowered, layer: LoweredLayer, steps: Sequence[Step], left: list[int]) -> tuple[tuple[int, ...], ...]:
+def _kept(lowered: Lowered, forward: list[int], backward: list[int]) -> frozenset[str]:
+    """The weights of the last layer for which there is room from their last use in its forward to their first in its backward."""
+    layer, found = lowered.layers[-1], set()
+    front, back = layer.ahead, layer.behind
+    again: dict[str, int] = {}
+    for at, step in enumerate(back.steps):
+        if isinstance(step, Gather):
+            again.setdefault(layer.names[step.weight], at)
+    for step in front.steps:
+        if not isinstance(step, Gather) or layer.names[step.weight] not in again:
+            continue
+        name, nbytes = layer.names[step.weight], gathered_nbytes(lowered, layer, step)
+        views = {slot for slot, each in enumerate(front.slots) if each.storage == step.target}
+        end = max(at for at, each in enumerate(front.steps) if isinstance(each, Free) and views & {*each.slots})
+        free = [*range(end, len(front.steps))], [*range(again[name])]
+        if nbytes and name not in found and min((*(forward[k] for k in free[0]), *(backward[k] for k in free[1]))) >= nbytes:
+            found.add(name)
+            for left, steps in zip((forward, backward), free, strict=True):
+                for k in steps:
+                    left[k] -= nbytes
+    return frozenset(found)
+
+
+def _gathers(
+    lowered: Lowered, layer: LoweredLayer, steps: Sequence[Step], left: list[int], kept: Collection[str] = ()
+) -> tuple[tuple[int, ...], ...]:
     due = [(at, step) for at, step in enumerate(steps) if isinstance(step, Gather)]
     bring: list[list[int]] = [[] for _ in due]
     first: dict[Key, int] = {}  # of the open bucket
     for number, (at, step) in enumerate(due):
         each = lowered.rest[layer.names[step.weight]]
         key, nbytes = gather_key(each), gathered_nbytes(lowered, layer, step)
-        if key is None:
+        if key is None or each.name in kept:
             bring[number].append(number)
             continue
         if key in first:

@@ -112,11 +112,14 @@ class Together:
         self._made = 0
         self._brought: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, tuple[str, torch.Tensor]] = {}
+        self._kept: dict[str, torch.Tensor] = {}  # from the last layer's forward for its backward
 
     def enter(self, layer: int, *, backward: bool) -> None:
         self._pass, self._due, self._made = (layer, backward), 0, 0
         self._brought.clear()
         self._waiting.clear()
+        if not backward:
+            self._kept.clear()
 
     @property
     def room_nbytes(self) -> int:
@@ -128,15 +131,22 @@ class Together:
         """The next gather of the pass. Weights of its bucket that are due later are held until then."""
         number, found = self._due, self.buckets.passes.get(self._pass)
         self._due += 1
-        if number in self._brought:
-            return self._brought.pop(number)
-        numbers = found.bring[number] if found is not None else (number,)
+        if name in self._kept:
+            return self._kept.pop(name)
+        if number not in self._brought:
+            self._bring(found.bring[number] if found is not None else (number,), name)
+        tile = self._brought.pop(number)
+        if found is not None and name in found.kept and not self._pass[1]:
+            self._kept[name] = tile
+        return tile
+
+    def _bring(self, numbers: tuple[int, ...], name: str) -> None:
         if len(numbers) < 2:
-            return gathered(self.comm, self._share(name), self.rest[name], self.rest[name].weight)
+            self._brought[numbers[0]] = gathered(self.comm, self._share(name), self.rest[name], self.rest[name].weight)
+            return
         names = [self.buckets.names[self._pass][each] for each in numbers]
         tiles = gathered_together(self.comm, [*map(self._share, names)], [self.rest[each] for each in names])
         self._brought.update(zip(numbers, tiles, strict=True))
-        return self._brought.pop(number)
 
     def sum(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> list[tuple[str, torch.Tensor]]:
         """Takes the next gradient of the pass. Returns the gradients that are summed now, as flat shares."""

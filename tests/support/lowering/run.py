@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from scrimp import Plan
 from scrimp.capture import Graph
-from scrimp.lower import Communicator, Interpreter, Lowered, Runner, Shards, cut, later_axes, lower
+from scrimp.lower import Buckets, Communicator, Interpreter, Lowered, Runner, Shards, buckets_of, cut, later_axes, lower
 from scrimp.lower.steps import Call, Step
 from scrimp.planner import evaluate
 from scrimp.planner.answers.from_solution import layers_of
@@ -31,6 +31,7 @@ class Ran:
     gradients: dict[str, torch.Tensor]
     peak_nbytes: int = 0
     where: str = ""
+    moves: int = 0
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -59,7 +60,8 @@ class _Metered(Shards):
 
     def accumulate(self, name: str, *args: Any, **kwargs: Any) -> None:
         super().accumulate(name, *args, **kwargs)
-        self.meter.ignore(self.gradients[name])
+        for gradient in self.gradients.values():
+            self.meter.ignore(gradient)
 
     def offload(self, tensor: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes():
@@ -82,9 +84,10 @@ def metered(
     whole: Mapping[str, torch.Tensor],
     batch: Mapping[str, torch.Tensor],
     runner: type[Runner] = Interpreter,
+    buckets: Buckets | None = None,
 ) -> tuple[float, LiveBytes, _Metered]:
     """One step of one rank. Bytes: all live storages but those of moves under way, and what is at rest."""
-    shards = _Metered(lowered.rest, comm, whole, later_axes((lowered,), accumulated=False))
+    shards = _Metered(lowered.rest, comm, whole, later_axes((lowered,), accumulated=False), buckets=buckets)
     run = runner(lowered, comm, shards)
     part = {name: cut(tensor, lowered.batch[name], comm.mesh, comm.rank).clone() for name, tensor in batch.items()}
     now = [""]
@@ -105,16 +108,20 @@ def metered(
     return float(loss), shards.meter, shards
 
 
-def on_all_ranks(plan: Plan, graph: Graph, model: nn.Module, batch: Any, runner: type[Runner] = Interpreter) -> list[Ran]:
-    """A step of every rank, as threads."""
+def on_all_ranks(
+    plan: Plan, graph: Graph, model: nn.Module, batch: Any, runner: type[Runner] = Interpreter, *, together: bool = False
+) -> list[Ran]:
+    """A step of every rank, as threads. `together`: moves run in buckets."""
     lowered = lower(plan, graph)
+    buckets = buckets_of(lowered, later_axes((lowered,), accumulated=False)) if together else None
     whole, given = tensors_of(model), batch_of(graph, batch)
     fixed = at_rest_nbytes(lowered, plan.optimizer)
 
     def job(comm: ThreadRank) -> Ran:
-        loss, meter, shards = metered(lowered, comm, whole, given, runner)
+        loss, meter, shards = metered(lowered, comm, whole, given, runner, buckets)
+        moves = comm.moves
         gradients = {name: shards.whole_gradient(name) for name in shards.gradients}
-        return Ran(loss, gradients, meter.peak + fixed, meter.at)
+        return Ran(loss, gradients, meter.peak + fixed, meter.at, moves)
 
     return on_threads(plan.mesh, job)
 
