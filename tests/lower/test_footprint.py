@@ -28,8 +28,8 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "mesh", "way"), CASES)
 def test_the_peak_of_slots_is_that_of_a_run_without_moves_under_way(name: str, mesh: str, way: str) -> None:
-    """A run counts the batch too, and the loss. It does not count shares of gradients that wait for more summands. Only batch norm
-    over split rows has temporaries of its own."""
+    """A run counts the batch too, and the loss. It does not count shares of gradients that wait for more summands. Batch norm
+    over split rows alone has temporaries of its own."""
     plan = planned(name, {}, mesh, way)
     graph: Any = plan.source.graph
     lowered = lower(plan, graph)

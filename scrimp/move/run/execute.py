@@ -7,6 +7,7 @@ holders, many receivers), the exchange goes in rounds through a staging buffer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -36,20 +37,23 @@ def overload(program: Program, rank: int) -> int:
 
 
 def execute(
-    program: Program, step: Step, rank: int, holder: Holder, *, order: Order, native: bool, load: int
+    program: Program, step: Step, rank: int, holder: Holder, *, order: Order, native: bool, met: bool, load: int
 ) -> Iterator[Request]:
     """Runs one step. `order`: mesh ranks as their sub-group numbers them. If `native`, gathers and sums are collectives of the
-    backend. `load` is the largest overload of any rank."""
+    backend. If `met`, exchanges in which every member sends to every other are. `load` is the largest overload of any rank."""
     members = program.mesh.group(rank, step.axes)
     if step.kind == "all_reduce" and 0 in program.shape:
         return
     if step.kind == "all_reduce":
-        yield from _native_all_reduce(holder, order(members)) if native else all_to_all.all_reduce(holder, members, rank, order)
+        if native:
+            yield from _native_all_reduce(holder, order(members))
+        else:
+            yield from all_to_all.all_reduce(holder, members, rank, order) if met else _all_reduce(holder, members, rank)
         return
     part = routes(program, step, rank)
     even = program.padded == program.shape and 0 not in program.shape
     native = native and even  # collectives of the backend need equal, non-empty parts
-    together = even and holder.array.device.type == "cpu"
+    met = met and even
     if step.kind == "slice":
         holder.array = view_of(holder.array, part.after, part.before)
     elif step.kind == "reduce_scatter" and native:
@@ -59,15 +63,15 @@ def execute(
         per_round = max(1, program.cap_numel // max(largest, 1))
         if per_round < len(members):
             yield from _reduce_scatter_in_rounds(holder, part, members, rank, per_round)
-        elif together:
+        elif met:
             yield from all_to_all.reduce_scatter(holder, part, members, rank, order)
         else:
             yield from _reduce_scatter(holder, part, members, rank)
     elif step.kind == "all_gather" and native:
         yield from _native_all_gather(holder, part, order(members))
-    elif step.kind == "all_gather" and together and len(members) * holder.array.nbytes <= all_to_all.SMALL_NBYTES:
+    elif step.kind == "all_gather" and met and len(members) * holder.array.nbytes <= all_to_all.SMALL_NBYTES:
         yield from all_to_all.small_all_gather(holder, part, order(members))
-    elif step.kind == "all_to_all" and together:
+    elif step.kind == "all_to_all" and met:
         yield from all_to_all.all_to_all(holder, part, order(members), rank)
     elif step.kind in ("exchange", "direct") and load > 1:
         nbytes = (load + 1) * program.cap_numel * program.itemsize
@@ -76,12 +80,10 @@ def execute(
         yield from _exchange(holder, part)
 
 
-def execute_between(
-    mesh: Mesh, part: Routes, rank: int, holder: Holder, sums: tuple[str, ...], order: Order
-) -> Iterator[Request]:
+def execute_between(mesh: Mesh, part: Routes, rank: int, holder: Holder, sums: tuple[str, ...]) -> Iterator[Request]:
     """Sums over axes, then a direct exchange along given routes."""
     if sums:
-        yield from all_to_all.all_reduce(holder, mesh.group(rank, sums), rank, order)
+        yield from _all_reduce(holder, mesh.group(rank, sums), rank)
     yield from _exchange(holder, part)
 
 
@@ -213,3 +215,29 @@ def _cut(box: Box, number: int, pieces: int) -> Box:
     size = stop - start
     cut = (start + size * number // pieces, start + size * (number + 1) // pieces)
     return (*box[:longest], cut, *box[longest + 1 :])
+
+
+def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int) -> Iterator[Request]:
+    """A reduce-scatter and a gather of the flat array; every member adds its part in the same order."""
+    shape, me, n = holder.array.shape, members.index(rank), len(members)
+    flat = contiguous(holder).view(-1)
+    bounds = [flat.numel() * k // n for k in range(n + 1)]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    filled = [k for k in range(n) if bounds[k + 1] > bounds[k]]
+    others = [k for k in range(n) if k != me]
+    summands = flat.new_empty((n, bounds[me + 1] - bounds[me]))
+    summands[me].copy_(flat[spans[me]])
+    yield Exchange(
+        sends=[Part(members[k], flat[spans[k]]) for k in others if k in filled],
+        receives=[Part(members[k], summands[k]) for k in others if me in filled],
+    )
+    del flat
+    holder.release()
+    total = summands.new_empty(bounds[-1])
+    torch.sum(summands, 0, dtype=summands.dtype, out=total[spans[me]])
+    del summands
+    yield Exchange(
+        sends=[Part(members[k], total[spans[me]]) for k in others if me in filled],
+        receives=[Part(members[k], total[spans[k]]) for k in others if k in filled],
+    )
+    holder.array = total.view(shape)

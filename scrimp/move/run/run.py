@@ -24,14 +24,21 @@ from scrimp.move.run.requests import Request
 Where = tuple[Program, int] | None  # the program that runs, and which of its steps
 
 
-def run_program(program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False) -> torch.Tensor:
+def run_program(
+    program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False, met: bool = False
+) -> torch.Tensor:
     """This rank's tile in the target layout. Group rank i is mesh rank i; `group` may be a DeviceMesh of the mesh's
     shape. A donated input loses its storage if it owns all of it. A program without steps returns its input."""
-    return run_in_step([program], [local], group=group, donate=[donate])[0]
+    return run_in_step([program], [local], group=group, donate=[donate], met=met)[0]
 
 
 def run_in_step(
-    programs: Sequence[Program], locals_: Sequence[torch.Tensor], *, group: Any = None, donate: Sequence[bool] = ()
+    programs: Sequence[Program],
+    locals_: Sequence[torch.Tensor],
+    *,
+    group: Any = None,
+    donate: Sequence[bool] = (),
+    met: bool = False,
 ) -> list[torch.Tensor]:
     """Runs programs on one mesh in lockstep: their concurrent requests are served in one call. `donate`: for each input whether
     it may lose its storage; empty: none may."""
@@ -49,7 +56,7 @@ def run_in_step(
             load, tag = agree(comm, programs, locals_)
             given = donate or [False] * len(programs)
             holders = [Holder(local, donate=d and bool(p.steps)) for p, local, d in zip(programs, locals_, given, strict=True)]
-            pending = [_steps(p, comm, h, load, where) for p, h in zip(programs, holders, strict=True)]
+            pending = [_steps(p, comm, h, load, where, met) for p, h in zip(programs, holders, strict=True)]
             while pending:
                 pending = _serve_next(comm, pending, tag)
                 tag += 1
@@ -83,11 +90,11 @@ def _said(where: Where) -> str:
     return f"step {number + 1} of {len(program.steps)} ({program.steps[number].describe(program.mesh)}) of {program}"
 
 
-def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: list[Where]) -> Iterator[Request]:
+def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: list[Where], met: bool) -> Iterator[Request]:
     native = comm.native_on(holder.array.device)
     for number, step in enumerate(program.steps):
         where[0] = program, number
-        yield from execute(program, step, comm.rank, holder, order=comm.order, native=native, load=load)
+        yield from execute(program, step, comm.rank, holder, order=comm.order, native=native, met=met, load=load)
 
 
 def run_between(
@@ -122,7 +129,7 @@ def run_between(
             elif tuple(local.shape) != shape:
                 raise MoveError(f"mesh rank {rank} gave a tensor of shape {tuple(local.shape)} for its box {before[rank]}")
             holder = Holder(local, donate=False)
-            pending = [execute_between(mesh, routes_between(before, after, rank), rank, holder, sums, comm.order)]
+            pending = [execute_between(mesh, routes_between(before, after, rank), rank, holder, sums)]
             while pending:
                 pending = _serve_next(comm, pending, tag)
                 tag += 1
