@@ -367,7 +367,9 @@ class Training(Between, Accumulating):
         return sorted(self.current.arrived.values(), key=lambda place: self._order[place[1].name])
 
     def named_error(self, error: MoveError) -> RunError:
-        return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
+        where = self.passes.where(error) or self.residents.place()
+        others = self.calls.reports(f"step {self.steps}, {where}") if isinstance(self.passes, PlannedPasses) else ""
+        return RunError(f"rank {self.wire.rank}, step {self.steps}, {where}: {error}{others}")
 
     def _over_budget(self, perhaps: bool) -> None:
         self.residents.make_room()

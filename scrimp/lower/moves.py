@@ -33,11 +33,21 @@ class Communicator(Protocol):
 
 
 class Ranks:
+    """`turn`: a number that follows from everything that this rank has communicated, in order, since it was set. Messages carry
+    it, so that a rank that leaves out or reorders a move meets no other move, not even one of the same program."""
+
+    turn: int = 0
+
     def __init__(self, mesh: Mesh, rank: int, group: Any = None) -> None:
         self.mesh, self.rank, self.group = mesh, rank, group
 
     def move(self, program: Program, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
-        return run_program(program, local, group=self.group, donate=donate)
+        self.note(1)
+        return run_program(program, local, group=self.group, donate=donate, turn=self.turn)
+
+    def note(self, what: int) -> None:
+        """Before a move: what it is for."""
+        self.turn = (self.turn * 1_000_003 + what) % (1 << 61)
 
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
         return all_reduce(self, tensor, how, axes)

@@ -18,7 +18,7 @@ from torch import nn
 from scrimp.chunks import Slot, Store
 from scrimp.engine.step.input_offload import on_host
 from scrimp.engine.step.residency import Residents
-from scrimp.lower import Communicator, Lowered, Rest, gathered, later_axes, made_whole, shared, summed
+from scrimp.lower import Lowered, Ranks, Rest, gathered, later_axes, made_whole, shared, summed
 from scrimp.planner import Placed
 
 Receive = Callable[[int, Slot, torch.Tensor], None]
@@ -30,7 +30,7 @@ class EngineWeights:
     def __init__(
         self,
         lowered: Lowered,
-        comm: Communicator,
+        comm: Ranks,
         store: Store,
         residents: Residents,
         model: nn.Module,
@@ -41,6 +41,7 @@ class EngineWeights:
         self._model = model
         self._buffers: dict[str, torch.Tensor] = {}
         self.places = {slot.name: (k, slot) for k, layer in enumerate(store.table.layers) for slot in layer.slots}
+        self._number = {name: k for k, name in enumerate(self.places)}
         self.updates = 0  # of the weights, so far
         self._receive, self._at = receive, at
         self._later = later_axes((lowered,), accumulated=store.micro_batches > 1)
@@ -72,6 +73,7 @@ class EngineWeights:
 
     def begin(self) -> None:
         """Before a micro-batch."""
+        self.comm.turn = 0
         self._buffers = dict(self._model.named_buffers())
         self._waiting.clear()
         self._seen.clear()
@@ -80,6 +82,7 @@ class EngineWeights:
     # Weights.
 
     def gather(self, name: str) -> torch.Tensor:
+        self.comm.note(self._number[name])
         layer, slot = self.places[name]
         return gathered(self.comm, self._data.device_view(layer, slot), self.rest[name], self.rest[name].weight)
 
@@ -100,6 +103,7 @@ class EngineWeights:
         with self.residents.quietly():
             for slot in stale:
                 assert slot.share is not None
+                self.comm.note(self._number[slot.name])
                 each, weight = self.rest[slot.name], self._data.device_view(layer, slot)
                 mine = weight[slot.share.updated[0] : slot.share.updated[1]]
                 weight.copy_(shared(self.comm, mine, each, (each.states, ()), (each.weight, ()), donate=False).view(-1))
@@ -109,6 +113,7 @@ class EngineWeights:
 
     def accumulate(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> None:
         each, later = self.rest[name], self.later(name)
+        self.comm.note(self._number[name])
         flat = summed(self.comm, gradient, place, each, each.gradient if later else each.states, later=later, donate=donate)
         self._seen[name] = self._seen.get(name, 0) + 1
         self._here.append(name)
@@ -129,6 +134,7 @@ class EngineWeights:
         if not later:
             return
         assert slot.share is not None
+        self.comm.note(self._number[name])
         gradients, share = self._data.placements[layer].gradients, slot.share
         assert gradients is not None
         self._data.arrived_on_host(layer)

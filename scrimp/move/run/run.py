@@ -20,18 +20,27 @@ from scrimp.move.run.comm import Comm, comm_for
 from scrimp.move.run.execute import Holder, execute, execute_between
 from scrimp.move.run.requests import Request
 
+SPREAD = 0x9E3779B1  # odd, so that neighbouring turns have tags far apart
 
-def run_program(program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False) -> torch.Tensor:
+
+def run_program(program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False, turn: int = 0) -> torch.Tensor:
     """This rank's tile in the target layout. Group rank i is mesh rank i; `group` may be a DeviceMesh of the mesh's
-    shape. A donated input loses its storage if it owns all of it. A program without steps returns its input."""
-    return run_in_step([program], [local], group=group, donate=[donate])[0]
+    shape. A donated input loses its storage if it owns all of it. A program without steps returns its input. `turn`: a number
+    of this run among runs of the same program; ranks that run it under different numbers wait for each other until the time-out
+    and do not mix up their tensors (not on NCCL, which has no tags)."""
+    return run_in_step([program], [local], group=group, donate=[donate], turn=turn)[0]
 
 
 def run_in_step(
-    programs: Sequence[Program], locals_: Sequence[torch.Tensor], *, group: Any = None, donate: Sequence[bool] = ()
+    programs: Sequence[Program],
+    locals_: Sequence[torch.Tensor],
+    *,
+    group: Any = None,
+    donate: Sequence[bool] = (),
+    turn: int = 0,
 ) -> list[torch.Tensor]:
     """Runs programs on one mesh in lockstep: their concurrent requests are served in one call. `donate`: for each input whether
-    it may lose its storage; empty: none may."""
+    it may lose its storage; empty: none may. `turn`: as in `run_program`."""
     comm = comm_for(programs[0].mesh, group)
     if comm is None or not any(program.steps for program in programs):
         rank = 0 if comm is None else comm.rank
@@ -44,6 +53,7 @@ def run_in_step(
         try:
             locals_ = [local.resolve_conj().resolve_neg() for local in locals_]
             load, tag = agree(comm, programs, locals_)
+            tag += turn * SPREAD
             given = donate or [False] * len(programs)
             holders = [Holder(local, donate=d and bool(p.steps)) for p, local, d in zip(programs, locals_, given, strict=True)]
             pending = [_steps(p, comm, h, load, where) for p, h in zip(programs, holders, strict=True)]
