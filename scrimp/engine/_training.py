@@ -321,10 +321,12 @@ class Training(Between, Accumulating):
             self.residents.arrived(layer, slot)
 
     def take(self, layer: int, slot: Slot, gradient: torch.Tensor) -> None:
-        """Receive a gradient of a planned step, flat; the residents hear of it when its layer's backward is done."""
+        """Receive a gradient of a planned step, flat, or one summand of it; the residents hear of it when its layer's backward is
+        done."""
         self.interrupts.check()
+        first = slot.name not in self.current.arrived and slot.name not in self.current.part_arrived
         with self.residents.quietly():
-            self.exchanging.receive(self, layer, slot, gradient, first=slot.name not in self.current.arrived)
+            self.exchanging.receive(self, layer, slot, gradient, first=first)
             self.current.part_arrived.add(slot.name)
 
     def _retire(self, layer: int, slots: list[Slot]) -> None:

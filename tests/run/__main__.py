@@ -94,10 +94,9 @@ def _summary(console: Console, chosen: list[Case], results: Results) -> int:
     ]
     wrong = [case for case, verdict in found.items() if verdict.faults]
     without = sum(bool(verdict.no_plan) for verdict in found.values())
-    console.print(
-        f"{len(found)} of {len(chosen)} cases: {len(found) - len(wrong) - without} right, {len(wrong)} wrong, {without} have no plan; "
-        f"{len(order)} pairs of plans are ordered otherwise by measured memory"
-    )
+    right = len(found) - len(wrong) - without
+    console.print(f"{len(found)} of {len(chosen)} cases: {right} right, {len(wrong)} wrong, {without} without a plan")
+    console.print(f"{len(order)} pairs of plans are ordered otherwise by measured memory")
     for case in wrong:
         console.print(f"wrong: {case}: {found[case].faults[0][-300:]}", markup=False, soft_wrap=True)
     for text in order:

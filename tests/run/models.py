@@ -20,6 +20,7 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
 HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
 HF: dict[str, dict[str, Any]] = {
     "hf-gpt2": {"n_embd": 64, "n_head": 8},
+    "hf-gpt2-eager": {"n_embd": 64, "n_head": 8, "attn_implementation": "eager"},  # attention in several operators
     "hf-llama": {**HEADS, "num_key_value_heads": 8},
     "hf-bert": HEADS,
     "hf-vit": HEADS,
@@ -52,7 +53,7 @@ def build(name: str) -> nn.Module:
         case "hf-qwen2":
             model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(vocab_size=WORDS, **HF[name]))
         case _:
-            model = capture_models.build(name.removeprefix("hf-"), **HF[name])
+            model = capture_models.build(name.split("-")[1], **HF[name])
     return model.train()
 
 

@@ -30,8 +30,9 @@ class Results:
                 row = json.loads(line)
             except ValueError:
                 continue  # the run ended while it wrote this line
+            case = row.pop("case")
             if row.pop("sources") == digest:
-                self.found[row.pop("case")] = Verdict(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()})
+                self.found[case] = Verdict(**{key: tuple(each) if isinstance(each, list) else each for key, each in row.items()})
 
     def add(self, case: str, verdict: Verdict) -> None:
         self.found[case] = verdict

@@ -117,8 +117,11 @@ class EngineWeights:
         flat = summed(self.comm, gradient, place, each, each.gradient if later else each.states, later=later, donate=donate)
         self._seen[name] = self._seen.get(name, 0) + 1
         self._here.append(name)
+        if self._own(name):
+            self._receive(*self.places[name], flat)  # summands are added where gradients are accumulated
+            return
         self._waiting[name] = self._waiting[name].add_(flat) if name in self._waiting else flat
-        if self._complete(name) and (name not in self.lowered.layers[self._layer].read_late or self._own(name)):
+        if self._complete(name) and name not in self.lowered.layers[self._layer].read_late:
             self._deliver(name)
 
     def _complete(self, name: str) -> bool:
