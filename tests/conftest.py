@@ -25,6 +25,7 @@ SAMPLED = {
     "move/run/test_run", "chunks/kernels/test_build", "ext/test_dtensor_plans", "planner/baselines/test_strategies",
     "engine/gradients/test_sparse", "chunks/spill/test_file", "chunks/spill/test_queue", "engine/update/test_streamed_update",
     "engine/setup/test_weight_sources", "lower/test_interpret", "lower/test_source",
+    "lower/test_ranks", "lower/test_hf",
 }  # fmt: skip
 # Whose tests take about a second a case: of those with many cases, every second is.
 HALVED = {
@@ -34,12 +35,13 @@ HALVED = {
     "exchange/test_native_select", "planner/test_plan", "planner/test_coverage", "planner/test_families",
     "planner/pipeline/test_planner", "planner/answers/test_answers", "planner/baselines/test_closed_forms",
     "planner/large/test_large", "rules/ops/test_models", "rules/ops/test_shapes", "chunks/schedule/test_eviction",
-    "zoo/test_zoo", "lower/test_ranks", "lower/test_checker", "lower/test_hf",
+    "zoo/test_zoo", "lower/test_checker",
 }  # fmt: skip
 MANY = 4
 # The files that take longest, longest first: begun last, one of them would keep one core busy while the other has nothing to do.
 FIRST = (
-    "engine/gradients/test_sparse", "engine/test_engine_ranks", "move/run/test_run", "lower/test_interpret", "lower/test_ranks",
+    "engine/lowered/test_planned_steps", "engine/gradients/test_sparse", "engine/test_engine_ranks", "move/run/test_run",
+    "lower/test_interpret", "lower/test_ranks", "engine/lowered/test_planned_engine", "engine/lowered/test_planned_faults",
     "planner/test_plan", "bench/test_memory", "planner/pipeline/test_planner", "ext/test_ddp", "engine/test_int8",
     "chunks/kernels/test_build", "checkpoint/test_checkpoint", "engine/test_engine", "cli/demo/test_demo",
     "planner/mesh/test_search", "planner/solver/test_solve", "planner/answers/test_answers", "bench/test_gpu",
