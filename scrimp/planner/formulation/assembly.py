@@ -342,8 +342,7 @@ class Assembly:
         options = part.model.options[use.group]
         needed = ways.spread([option.needed[name] for option in options])
         value = part.model.values[name]
-        given = value.kind != MADE
-        seconds, nbytes, staging = self.moves.tables(made, needed, ITEMSIZE[value.dtype], value.order, given=given)
+        seconds, nbytes, staging = self.moves.tables(made, needed, ITEMSIZE[value.dtype], value.order, given=value.kind != MADE)
         pair = (node, self.nodes[user, use.group])
         for span, when in ((use.forward, FORWARD), (use.backward, BACKWARD)):
             if span is not None:
