@@ -24,9 +24,10 @@ SAMPLED = {
     "engine/schedule/test_planning", "engine/test_engine_kinds", "chunks/meter/test_cpu", "engine/test_engine_ranks",
     "move/run/test_run", "chunks/kernels/test_build", "ext/test_dtensor_plans", "planner/baselines/test_strategies",
     "engine/gradients/test_sparse", "chunks/spill/test_file", "chunks/spill/test_queue", "engine/update/test_streamed_update",
-    "engine/setup/test_weight_sources", "lower/test_interpret", "lower/test_source",
-    "lower/test_ranks", "lower/test_hf",
+    "engine/setup/test_weight_sources",
 }  # fmt: skip
+# Whose cases `engine/lowered/test_planned_steps` has too, as a pairwise sample on ranks: every sixth.
+RARE = {"lower/test_interpret", "lower/test_source", "lower/test_ranks", "lower/test_hf"}
 # Whose tests take about a second a case: of those with many cases, every second is.
 HALVED = {
     "engine/entry/test_accumulation", "capture/test_capture", "capture/trace/test_hf_patches", "capture/trace/test_depth",
@@ -72,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases, seen = Counter(tests), Counter[tuple[str, str]]()
     for item, test in zip(items, tests, strict=True):
         seen[test] += 1
-        third = test[0] in SAMPLED and seen[test] % 3 != 1
+        third = (test[0] in SAMPLED and seen[test] % 3 != 1) or (test[0] in RARE and seen[test] % 6 != 1)
         half = test[0] in HALVED and seen[test] % 4 in (2, 3)  # 1, 4, 5, 8: of two settings that alternate both are there
         if "full" in item.keywords or (cases[test] >= MANY and (third or half)):
             item.add_marker(pytest.mark.skip(reason="in `make test-full` only"))
