@@ -24,8 +24,10 @@ SAMPLED = {
     "engine/schedule/test_planning", "engine/test_engine_kinds", "chunks/meter/test_cpu", "engine/test_engine_ranks",
     "move/run/test_run", "chunks/kernels/test_build", "ext/test_dtensor_plans", "planner/baselines/test_strategies",
     "engine/gradients/test_sparse", "chunks/spill/test_file", "chunks/spill/test_queue", "engine/update/test_streamed_update",
-    "engine/setup/test_weight_sources", "lower/test_interpret", "lower/test_source", "engine/lowered/test_planned_steps",
+    "engine/setup/test_weight_sources",
 }  # fmt: skip
+# Whose cases `engine/lowered/test_planned_steps` has too, as a pairwise sample on ranks: every sixth.
+RARE = {"lower/test_interpret", "lower/test_source", "lower/test_ranks", "lower/test_hf"}
 # Whose tests take about a second a case: of those with many cases, every second is.
 HALVED = {
     "engine/entry/test_accumulation", "capture/test_capture", "capture/trace/test_hf_patches", "capture/trace/test_depth",
@@ -34,12 +36,13 @@ HALVED = {
     "exchange/test_native_select", "planner/test_plan", "planner/test_coverage", "planner/test_families",
     "planner/pipeline/test_planner", "planner/answers/test_answers", "planner/baselines/test_closed_forms",
     "planner/large/test_large", "rules/ops/test_models", "rules/ops/test_shapes", "chunks/schedule/test_eviction",
-    "zoo/test_zoo", "lower/test_ranks", "lower/test_checker", "lower/test_hf",
+    "zoo/test_zoo", "lower/test_checker",
 }  # fmt: skip
 MANY = 4
 # The files that take longest, longest first: begun last, one of them would keep one core busy while the other has nothing to do.
 FIRST = (
-    "engine/gradients/test_sparse", "engine/test_engine_ranks", "move/run/test_run", "lower/test_interpret", "lower/test_ranks",
+    "engine/lowered/test_planned_steps", "engine/gradients/test_sparse", "engine/test_engine_ranks", "move/run/test_run",
+    "lower/test_interpret", "lower/test_ranks", "engine/lowered/test_planned_engine", "engine/lowered/test_planned_faults",
     "planner/test_plan", "bench/test_memory", "planner/pipeline/test_planner", "ext/test_ddp", "engine/test_int8",
     "chunks/kernels/test_build", "checkpoint/test_checkpoint", "engine/test_engine", "cli/demo/test_demo",
     "planner/mesh/test_search", "planner/solver/test_solve", "planner/answers/test_answers", "bench/test_gpu",
@@ -70,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases, seen = Counter(tests), Counter[tuple[str, str]]()
     for item, test in zip(items, tests, strict=True):
         seen[test] += 1
-        third = test[0] in SAMPLED and seen[test] % 3 != 1
+        third = (test[0] in SAMPLED and seen[test] % 3 != 1) or (test[0] in RARE and seen[test] % 6 != 1)
         half = test[0] in HALVED and seen[test] % 4 in (2, 3)  # 1, 4, 5, 8: of two settings that alternate both are there
         if "full" in item.keywords or (cases[test] >= MANY and (third or half)):
             item.add_marker(pytest.mark.skip(reason="in `make test-full` only"))

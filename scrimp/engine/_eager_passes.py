@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class EagerPasses:
     """One of the two ways in which an engine computes gradients; `lowered/passes.py` has the other. Both have `parts`,
-    `lent` and `evaluating`."""
+    `lent`, `where` and `evaluating`."""
 
     def __init__(self, residents: Residents) -> None:
         self.out_of_module = OutOfModule(residents)
@@ -36,6 +36,10 @@ class EagerPasses:
     def lent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What of the batch the meter counts for the whole step."""
         return args, kwargs
+
+    def where(self, error: BaseException) -> str | None:
+        """Nothing beyond the layer, which the residents know."""
+        return None
 
     @contextmanager
     def evaluating(self, engine: Training) -> Iterator[Callable[[Any], Any]]:

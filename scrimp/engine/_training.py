@@ -321,10 +321,12 @@ class Training(Between, Accumulating):
             self.residents.arrived(layer, slot)
 
     def take(self, layer: int, slot: Slot, gradient: torch.Tensor) -> None:
-        """Receive a gradient of a planned step, flat; the residents hear of it when its layer's backward is done."""
+        """Receive a gradient of a planned step, flat, or one summand of it; the residents hear of it when its layer's backward is
+        done."""
         self.interrupts.check()
+        first = slot.name not in self.current.arrived and slot.name not in self.current.part_arrived
         with self.residents.quietly():
-            self.exchanging.receive(self, layer, slot, gradient, first=slot.name not in self.current.arrived)
+            self.exchanging.receive(self, layer, slot, gradient, first=first)
             self.current.part_arrived.add(slot.name)
 
     def _retire(self, layer: int, slots: list[Slot]) -> None:
@@ -367,7 +369,9 @@ class Training(Between, Accumulating):
         return sorted(self.current.arrived.values(), key=lambda place: self._order[place[1].name])
 
     def named_error(self, error: MoveError) -> RunError:
-        return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")
+        where = self.passes.where(error) or self.residents.place()
+        others = self.calls.reports(f"step {self.steps}, {where}") if isinstance(self.passes, PlannedPasses) else ""
+        return RunError(f"rank {self.wire.rank}, step {self.steps}, {where}: {error}{others}")
 
     def _over_budget(self, perhaps: bool) -> None:
         self.residents.make_room()

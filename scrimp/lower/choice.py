@@ -128,6 +128,6 @@ def _check(layers: PlannedLayers, model: LayerModel, path: str) -> None:
     for chosen, group in zip(layers.groups, model.groups, strict=True):
         if (chosen.name, chosen.ops, chosen.sizes) != (group.name, len(group.members), group.sizes):
             raise RunError(
-                f"layer {path}: the plan's {chosen.name} has {chosen.ops} operators over dims {chosen.sizes}, "
+                f"layer {path or 'the model'}: the plan's {chosen.name} has {chosen.ops} operators over dims {chosen.sizes}, "
                 f"the model's {group.name} has {len(group.members)} over {group.sizes}; plan this model with scrimp.plan"
             )

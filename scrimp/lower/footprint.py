@@ -66,7 +66,7 @@ class _Walk:
         self.total = 0
         self.storages: list[dict[int, int]] = [{} for _ in lowered.layers]  # by layer: the storage of each slot
         self.saved: list[tuple[int, ...]] = []
-        self.waiting: dict[str, int] = {}  # gradients of which more summands come
+        self.waiting: dict[str, int] = {}  # bytes of gradients of which more summands come
         self.seen: Counter[str] = Counter()
 
     def forward(self) -> None:
@@ -128,7 +128,7 @@ class _Walk:
                     here[slot] = self._made(self._filled(layer, program, step, slot))
             donated = self._donated(step, here)
             held.append(max(before, self.total - donated))
-            most.append(self.total + self._besides(layer, program, step))
+            most.append(self.total + sum(self.waiting.values()) + self._besides(layer, program, step))
             if isinstance(step, Frees):
                 for slot in step.slots:
                     self._drop(here[slot])
@@ -137,13 +137,11 @@ class _Walk:
         self.found[self.lowered.first + k, isinstance(program, Behind)] = PassBytes(held=tuple(held), most=tuple(most))
 
     def _accumulate(self, name: str) -> None:
-        """A rank's share of a gradient waits until all its summands have come."""
-        each = self.lowered.rest[name]
-        if name not in self.waiting:
-            self.waiting[name] = self._made(self._share(each))
+        """A rank's share of a gradient waits until all its summands have come, unless gradients have a place at rest."""
+        self.waiting[name] = self._share(self.lowered.rest[name])
         self.seen[name] += 1
         if self.seen[name] == len(self.lowered.partials[name]):
-            self._drop(self.waiting.pop(name))
+            del self.waiting[name]
 
     def _share(self, each: Rest) -> int:
         return each.numel(each.gradient, self.lowered.mesh) * ITEMSIZE[each.dtype]

@@ -20,6 +20,8 @@ from scrimp.layout import Layout, Mesh
 from scrimp.move import Program, run_program, synthesize
 from scrimp.planner import Placed, between, common, unsplit
 
+MOST_MET = 1 << 16  # moves of a step that are remembered; evaluations never repeat theirs
+
 
 class Communicator(Protocol):
     mesh: Mesh
@@ -33,11 +35,35 @@ class Communicator(Protocol):
 
 
 class Ranks:
+    """`turn`: a number that follows from everything that this rank has communicated, in order, since it was set. Messages carry
+    it, so that a rank that leaves out or reorders a move meets no other move, not even one of the same program.
+
+    A move that has gone well once under its number has met the same move on all other ranks. When it comes again, in a later
+    step, it may use calls of the backend that carry no number: a rank that has gone astray has another one, sends messages, and
+    meets nobody."""
+
+    turn: int = 0
+
     def __init__(self, mesh: Mesh, rank: int, group: Any = None) -> None:
         self.mesh, self.rank, self.group = mesh, rank, group
+        self._met: set[tuple[int, str]] = set()
 
     def move(self, program: Program, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
-        return run_program(program, local, group=self.group, donate=donate)
+        if not program.steps:
+            return run_program(program, local, group=self.group, donate=donate)
+        self.note(1)
+        key = (self.turn, program.hash)
+        met = key in self._met
+        made = run_program(program, local, group=self.group, donate=donate, turn=self.turn, met=met)
+        if not met:
+            if len(self._met) >= MOST_MET:  # on all ranks at the same move
+                self._met.clear()
+            self._met.add(key)
+        return made
+
+    def note(self, what: int) -> None:
+        """Before a move: what it is for."""
+        self.turn = (self.turn * 1_000_003 + what) % (1 << 61)
 
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
         return all_reduce(self, tensor, how, axes)

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 import torch
@@ -25,7 +27,22 @@ from scrimp.lower.choice import ChosenLayer
 from scrimp.lower.model import LoweredLayer
 from scrimp.lower.moves import made_whole, redistribute
 from scrimp.lower.run import Runner, Slots
-from scrimp.lower.steps import Accumulate, Ahead, Behind, Buffer, Call, Fetch, Free, Gather, Move, Offload, Reduce, Step, Store
+from scrimp.lower.steps import (
+    Accumulate,
+    Ahead,
+    Behind,
+    Buffer,
+    Call,
+    Fetch,
+    Free,
+    Gather,
+    Move,
+    Offload,
+    Reduce,
+    Step,
+    Store,
+    described,
+)
 from scrimp.rules import At, localize, on_device, plain_call
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
@@ -46,11 +63,12 @@ def left_of(program: Ahead | Behind) -> tuple[int, ...]:
 
 
 class Generated(Runner):
-    """Runs the generated functions. `sources`: their texts."""
+    """Runs the generated functions. `sources`: their texts. `steps`: of each function the step of each line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sources: list[str] = []
+        self.steps: dict[CodeType, tuple[Step | None, ...]] = {}
         self._functions: dict[int, tuple[tuple[int, ...], tuple[int, ...], Function]] = {}
 
     def phase(self, layer: LoweredLayer, program: Ahead | Behind, slots: Slots) -> None:
@@ -61,6 +79,21 @@ class Generated(Runner):
         box = [slots.pop(slot) for slot in given]
         slots.update(zip(left, function(box, layer.names), strict=True))
 
+    def where(self, error: BaseException) -> str | None:
+        """The layer, the pass and the operation in which an error was raised, from its traceback; None if outside of all."""
+        layer = self.lowered.layers[self.layer - self.lowered.first]
+        path = layer.path or "the model itself"
+        for frame, line in reversed([*walk_tb(error.__traceback__)]):
+            if frame.f_code in self.steps:
+                step = self.steps[frame.f_code][line - 1]
+                op = layer.chosen.ops[step.op].op if isinstance(step, Call) else None
+                what = "" if step is None else described(step, layer.names) + (f", {op.target}" if op is not None else "")
+                return f"layer {path}, {frame.f_code.co_filename.strip('<>').removeprefix('lowered ')}, {what}"
+            if frame.f_code in (Runner._arrive.__code__, Runner._complete.__code__):
+                what = "sum of gradients that reach one value" if frame.f_code is Runner._arrive.__code__ else "sum of the loss"
+                return f"layer {path}, {what}"
+        return None
+
     def _function(self, chosen: ChosenLayer, program: Ahead | Behind, given: tuple[int, ...], left: tuple[int, ...]) -> Function:
         bound: dict[str, Any] = {
             "gather": self.weights.gather, "accumulate": self.weights.accumulate, "buffer": self.weights.buffer,
@@ -69,13 +102,16 @@ class Generated(Runner):
         lines = ["def phase(given, names):"]
         if given:
             lines.append(f"    {_names(given)}, = given; given.clear()")
+        steps: list[Step | None] = [None] * len(lines)
         for number, step in enumerate(program.steps):
             lines += (f"    {line}" for line in self._lines(chosen, step, number, bound))
+            steps += [step] * (len(lines) - len(steps))
         lines.append(f"    return ({_names(left)},)" if left else "    return ()")
         text = "\n".join(lines) + "\n"
         self.sources.append(text)
         exec(compile(text, f"<lowered {'forward' if isinstance(program, Ahead) else 'backward'}>", "exec"), bound)
         function: Function = bound["phase"]
+        self.steps[bound["phase"].__code__] = tuple(steps)
         return function
 
     def _lines(self, chosen: ChosenLayer, step: Step, number: int, bound: dict[str, Any]) -> Iterable[str]:

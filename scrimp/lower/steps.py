@@ -17,6 +17,7 @@ tensor a slot holds on each rank, so that one program serves all ranks of a mesh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scrimp.planner import Placed
@@ -126,6 +127,24 @@ def filled(step: Step) -> tuple[int, ...]:
         case Move(target=target) | Gather(target=target) | Buffer(target=target) | Offload(target=target) | Fetch(target=target):
             return (target,)
     return ()
+
+
+def described(step: Step, names: Mapping[str, str]) -> str:
+    """A step that may communicate, for messages. `names`: the model's name of each parameter and buffer of the layer."""
+    match step:
+        case Move():
+            return f"move of {step.value!r} {step.before} -> {step.after}"
+        case Reduce():
+            return f"sum of {step.value!r} over {','.join(step.before.partial)}"
+        case Gather():
+            return f"gather of {names[step.weight]}"
+        case Accumulate():
+            return f"reduction of the gradient of {names[step.weight]}"
+        case Store():
+            return f"update of the buffer {names[step.buffer]}"
+        case Call():
+            return f"operator {step.op}"
+    return type(step).__name__.lower()
 
 
 @dataclass(frozen=True, kw_only=True)

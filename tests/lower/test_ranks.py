@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,6 +47,13 @@ ROWS = 8
 
 
 def planned(name: str, settings: dict[str, Any], mesh: str, way: str) -> Plan:
+    """Once for all tests of a process."""
+    return _planned(name, tuple(settings.items()), mesh, way)
+
+
+@cache
+def _planned(name: str, sizes: tuple[tuple[str, Any], ...], mesh: str, way: str) -> Plan:
+    settings = dict(sizes)
     model, batch = zoo.build(name, **settings), zoo.example_batch(name, ROWS, **settings)
     cluster = f"{Mesh.parse(mesh).size}xCPU"
     if way not in OWN:

@@ -114,11 +114,11 @@ def poisoned(plan: str, name: str, rows: int, rank: int) -> tuple[int, str, list
     return engine.optimizer.skipped, str(caught[0].message) if caught else "", losses
 
 
-def refused(plan: str, name: str, rows: int, **options: Any) -> str:
+def refused(plan: str, name: str, rows: int, settings: dict[str, Any] | None = None, **options: Any) -> str:
     """What the engine says to a batch or to settings that the plan is not for."""
     try:
-        engine = engine_of(plan, name, {}, **options)
-        engine.step(*zoo.example_batch(name, rows))
+        engine = engine_of(plan, name, settings or {}, **options)
+        engine.step(*zoo.example_batch(name, rows, **(settings or {})))
     except (RunError, FitError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

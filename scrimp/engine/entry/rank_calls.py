@@ -37,6 +37,7 @@ WITH_GRADIENTS = {"backward", "update", "load", "close"}  # these may come betwe
 KEPT = 8  # calls that a rank's record has: other ranks may be that many calls behind
 TIMEOUT = timedelta(minutes=30)  # torch's own, where the group's cannot be read
 FIRST_SLEEP, LONGEST_SLEEP = 2e-4, 2e-2
+REPORTS = 2.0  # seconds in which the other ranks may say where they failed
 ADVICE = "every rank must make the same calls in the same order"
 
 
@@ -105,6 +106,25 @@ class Calls:
             if lagging and other.last < self.number:
                 return self._behind(rank, other)
         return None
+
+    def reports(self, where: str) -> str:
+        """Tells the other ranks where this one failed, and says where they did, and which of them say nothing."""
+        if self.wire.world == 1:
+            return ""
+        keys = {rank: f"{self._key}/failed/{self.number}/{rank}" for rank in range(self.wire.world)}
+        mine, deadline, found = self.wire.rank, time.monotonic() + REPORTS, dict[int, str]()
+        try:
+            self._store.set(keys[mine], where)
+            while len(found) < self.wire.world - 1 and time.monotonic() < deadline:
+                for rank in keys.keys() - found.keys() - {mine}:
+                    if self._store.check([keys[rank]]):
+                        found[rank] = self._store.get(keys[rank]).decode()
+                time.sleep(LONGEST_SLEEP)
+        except RuntimeError:  # the store is gone as well
+            return ""
+        silent = sorted(keys.keys() - found.keys() - {mine})
+        text = "".join(f"; rank {rank} failed in {there}" for rank, there in sorted(found.items()) if there != where)
+        return text + (f"; of rank {', '.join(map(str, silent))} there is no report" if silent else "")
 
     def _tell(self) -> None:
         record = Record(calls=dict(self._recent), agreed=self._agreed, stopped=self._stopped)

@@ -13,6 +13,7 @@ from torch import nn
 
 from scrimp.chunks import Meter, Slot, Store, Wire
 from scrimp.engine.lowered.batch import BatchPart, micro_batches, parts_of
+from scrimp.engine.lowered.fault import operation
 from scrimp.engine.lowered.program import Program
 from scrimp.engine.lowered.weights import EngineWeights
 from scrimp.engine.lowered.whole_weights import WholeWeights
@@ -70,6 +71,7 @@ class PlannedPasses:
         self.weights = EngineWeights(program.lowered, comm, store, residents, model, receive, at)
         self._runner = Generated(program.lowered, comm, self.weights, device=store.device)
         self._residents = residents
+        self._paths = tuple(layer.path for layer in store.table.layers)
         self._seed = int(wire.from_first(torch.tensor([torch.initial_seed() & (1 << 62) - 1])))  # rank 0's
 
     def parts(
@@ -85,6 +87,10 @@ class PlannedPasses:
     def lent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Nothing: a micro-batch counts this rank's part of it."""
         return (), {}
+
+    def where(self, error: BaseException) -> str | None:
+        """The layer and the operation in which a step failed."""
+        return operation(error, self._paths) or self._runner.where(error)
 
     @contextmanager
     def evaluating(self, engine: Training) -> Iterator[Callable[[Any], Any]]:

@@ -19,8 +19,8 @@ from scrimp.chunks import Slot, Store
 from scrimp.engine.step.input_offload import on_host
 from scrimp.engine.step.residency import Residents
 from scrimp.lower import (
-    Communicator,
     Lowered,
+    Ranks,
     Rest,
     Together,
     buckets_of,
@@ -42,7 +42,7 @@ class EngineWeights:
     def __init__(
         self,
         lowered: Lowered,
-        comm: Communicator,
+        comm: Ranks,
         store: Store,
         residents: Residents,
         model: nn.Module,
@@ -53,6 +53,7 @@ class EngineWeights:
         self._model = model
         self._buffers: dict[str, torch.Tensor] = {}
         self.places = {slot.name: (k, slot) for k, layer in enumerate(store.table.layers) for slot in layer.slots}
+        self._number = {name: k for k, name in enumerate(self.places)}
         self.updates = 0  # of the weights, so far
         self._receive, self._at = receive, at
         later = later_axes((lowered,), accumulated=store.micro_batches > 1)
@@ -90,6 +91,7 @@ class EngineWeights:
 
     def begin(self) -> None:
         """Before a micro-batch."""
+        self.comm.turn = 0
         self._buffers = dict(self._model.named_buffers())
         self._waiting.clear()
         self._seen.clear()
@@ -98,6 +100,7 @@ class EngineWeights:
     # Weights.
 
     def gather(self, name: str) -> torch.Tensor:
+        self.comm.note(self._number[name])
         return self._together.gather(name)
 
     def _share(self, name: str) -> torch.Tensor:
@@ -122,6 +125,7 @@ class EngineWeights:
                 mine = [view[slice(*_updated(slot))] for view, slot in zip(views, slots, strict=True)]
                 # The copies that are sent, and the one array in which all shares arrive.
                 for chunk in chunks([2 * view.nbytes for view in views], room_nbytes):
+                    self.comm.note(self._number[slots[chunk[0]].name])
                     rows = shared_together(self.comm, [mine[k] for k in chunk], states, axes)
                     for k, whole in zip(chunk, rows, strict=True):
                         views[k].view(whole.shape).copy_(whole)
@@ -140,15 +144,18 @@ class EngineWeights:
     # Gradients.
 
     def accumulate(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> None:
+        self.comm.note(self._number[name])
         found = self._together.sum(name, gradient, place, donate=donate)
         del gradient
         while found:
             each, flat = found.pop()
             self._seen[each] = self._seen.get(each, 0) + 1
             self._here.append(each)
+            if self._own(each):
+                self._receive(*self.places[each], flat)  # summands are added where gradients are accumulated
+                continue
             self._waiting[each] = self._waiting[each].add_(flat) if each in self._waiting else flat
-            del flat
-            if self._complete(each) and (each not in self.lowered.layers[self._layer].read_late or self._own(each)):
+            if self._complete(each) and each not in self.lowered.layers[self._layer].read_late:
                 self._deliver(each)
 
     def _complete(self, name: str) -> bool:
@@ -171,6 +178,8 @@ class EngineWeights:
             sums = [self._accumulated(name) for name in group]
             # What is packed and what arrives: on the host tier also a copy on the device.
             for chunk in chunks([4 * one.nbytes for one in sums], self._room_nbytes):
+                name = group[chunk[0]]
+                self.comm.note(self._number[name])
                 here = [sums[k].to(self._data.device) for k in chunk]
                 found = summed_together(self.comm, here, (each.gradient, later), (each.states, ()))
                 for k, one in zip(chunk, found, strict=True):

@@ -21,15 +21,21 @@ from scrimp.move.run.execute import execute, execute_between
 from scrimp.move.run.holder import Holder
 from scrimp.move.run.requests import Request
 
+SPREAD = 0x9E3779B1  # odd, so that neighbouring turns have tags far apart
 Where = tuple[Program, int] | None  # the program that runs, and which of its steps
 
 
 def run_program(
-    program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False, met: bool = False
+    program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False, turn: int = 0, met: bool = False
 ) -> torch.Tensor:
     """This rank's tile in the target layout. Group rank i is mesh rank i; `group` may be a DeviceMesh of the mesh's
-    shape. A donated input loses its storage if it owns all of it. A program without steps returns its input."""
-    return run_in_step([program], [local], group=group, donate=[donate], met=met)[0]
+    shape. A donated input loses its storage if it owns all of it. A program without steps returns its input.
+
+    `turn`: a number of this run among runs of the same program; ranks that run it under different numbers wait for each other
+    until the time-out and do not mix up their tensors (not on NCCL, which has no tags). `met`: all ranks know that they run the
+    same move now, so that gloo's all-to-all may serve it. It is faster than messages, but it has no tags, and ends the process
+    if ranks disagree about sizes."""
+    return run_in_step([program], [local], group=group, donate=[donate], turn=turn, met=met)[0]
 
 
 def run_in_step(
@@ -38,10 +44,11 @@ def run_in_step(
     *,
     group: Any = None,
     donate: Sequence[bool] = (),
+    turn: int = 0,
     met: bool = False,
 ) -> list[torch.Tensor]:
     """Runs programs on one mesh in lockstep: their concurrent requests are served in one call. `donate`: for each input whether
-    it may lose its storage; empty: none may."""
+    it may lose its storage; empty: none may. `turn`, `met`: as in `run_program`."""
     comm = comm_for(programs[0].mesh, group)
     if comm is None or not any(program.steps for program in programs):
         rank = 0 if comm is None else comm.rank
@@ -54,6 +61,7 @@ def run_in_step(
         try:
             locals_ = [local.resolve_conj().resolve_neg() for local in locals_]
             load, tag = agree(comm, programs, locals_)
+            tag += turn * SPREAD
             given = donate or [False] * len(programs)
             holders = [Holder(local, donate=d and bool(p.steps)) for p, local, d in zip(programs, locals_, given, strict=True)]
             pending = [_steps(p, comm, h, load, where, met) for p, h in zip(programs, holders, strict=True)]

@@ -22,21 +22,33 @@ class Moves:
         self.costs, self.mesh = costs, costs.mesh
         self.sizes = dict(costs.mesh.axes)
         self._seconds: dict[tuple[Placed, Placed, int], float] = {}
-        self._tables: dict[tuple[Places, Places, int, Order, bool], tuple[Numbers, Numbers, Numbers]] = {}
+        self._tables: dict[tuple[Places, Places, int, Order, bool, bool], tuple[Numbers, Numbers, Numbers]] = {}
 
     def tables(
-        self, made: Sequence[Placed], needed: Sequence[Placed], itemsize: int, order: Order = (), *, donated: bool = False
+        self,
+        made: Sequence[Placed],
+        needed: Sequence[Placed],
+        itemsize: int,
+        order: Order = (),
+        *,
+        donated: bool = False,
+        given: bool = False,
     ) -> tuple[Numbers, Numbers, Numbers]:
         """By pairs: seconds of resharding, bytes of the copies, and bytes that the resharding takes besides while it runs, which
-        depend on the order of the dims in memory, and on whether the source is freed. Few pairs differ, and identical layers
-        share them."""
+        depend on the order of the dims in memory, and on whether the source is freed. `given`: the source comes from another
+        layer, which may hold its storage too: a partial sum is not reduced in place. Few pairs differ, and identical layers share
+        them."""
         rows, columns = ({place: k for k, place in enumerate(dict.fromkeys(places))} for places in (made, needed))
-        key = (*rows,), (*columns,), itemsize, order, donated
+        key = (*rows,), (*columns,), itemsize, order, donated, given
         if key not in self._tables:
             seconds = [[self.seconds(one, other, itemsize) for other in columns] for one in rows]
             nbytes = [[self.nbytes(one, other, itemsize) for other in columns] for one in rows]
             staging = [
-                [self.staging(one.permuted(order), other.permuted(order), itemsize, donated=donated) for other in columns]
+                [
+                    self.staging(one.permuted(order), other.permuted(order), itemsize, donated=donated)
+                    + (other.numel(self.sizes) * itemsize if given and one != other == one.complete() else 0)
+                    for other in columns
+                ]
                 for one in rows
             ]
             self._tables[key] = np.array(seconds, float), np.array(nbytes, np.int64), np.array(staging, np.int64)

@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 
 from scrimp._arguments import KEEP, OFFLOAD, RECOMPUTE, WAYS
-from scrimp.capture import Graph, Value
+from scrimp.capture import MADE, Graph, Value
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
 from scrimp.planner.cost.activation_policy import Ways
@@ -342,7 +342,7 @@ class Assembly:
         options = part.model.options[use.group]
         needed = ways.spread([option.needed[name] for option in options])
         value = part.model.values[name]
-        seconds, nbytes, staging = self.moves.tables(made, needed, ITEMSIZE[value.dtype], value.order)
+        seconds, nbytes, staging = self.moves.tables(made, needed, ITEMSIZE[value.dtype], value.order, given=value.kind != MADE)
         pair = (node, self.nodes[user, use.group])
         for span, when in ((use.forward, FORWARD), (use.backward, BACKWARD)):
             if span is not None:

@@ -25,7 +25,7 @@ def run(ranks: int, job: str, *args: Any, **kwargs: Any) -> list[Any]:
     return pool(ranks).run(f"{JOBS}:{job}", *args, **kwargs)
 
 
-@pytest.mark.parametrize("way", ["least", "zero-1", "tp-sp-dist-opt"])
+@pytest.mark.parametrize("way", ["zero-1", *(pytest.param(way, marks=pytest.mark.full) for way in ("least", "tp-sp-dist-opt"))])
 def test_a_checkpoint_goes_on_under_another_plan_and_without_one(way: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     first = run(4, "saves", plan_of("gpt-tiny", "x=2,y=2", way), "gpt-tiny", ROWS, folder)

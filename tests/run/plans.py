@@ -1,0 +1,34 @@
+"""The plans of all cases: the planner's own, and the baselines."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+from scrimp import Mesh, Plan, plan
+from scrimp.planner.baselines.compare import BASELINES as NAMED
+from scrimp.planner.baselines.compare import baseline_plan
+from tests.run import models
+
+OWN: dict[str, dict[str, Any]] = {
+    "least": {},
+    "keep": {"activations": {"keep"}},
+    "recompute": {"activations": {"keep", "recompute"}},
+    "offload": {"activations": {"keep", "offload"}},
+    "fast": {"objective": "time"},
+}
+BASELINES = tuple(NAMED)
+
+
+@cache
+def plan_of(model: str, mesh: str, way: str, optimizer: str = "adamw") -> Plan:
+    """Raises `PlanError` if there is none."""
+    args, kwargs = models.batch(model)
+    built, batch, cluster = models.build(model), kwargs or args, f"{Mesh.parse(mesh).size}xCPU"
+    if way not in OWN:
+        return baseline_plan(built, batch, cluster, way, mesh=mesh, optimizer=optimizer, precision="fp32", seconds=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a gap that the time did not suffice for
+        settings = {"mesh": mesh, "optimizer": optimizer, "precision": "fp32", "time_limit": 2, "gap": 0.05}
+        return plan(built, batch, cluster, **settings, **OWN[way])
