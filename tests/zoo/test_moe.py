@@ -29,12 +29,10 @@ def every_expert_on_every_token(mixture: Mixture, x: Tensor) -> tuple[Tensor, Te
     mixed = torch.einsum("gte,gted->gtd", gates, made)
 
     of_score = dim * U * (x.abs() @ router.abs().T).amax(-1)  # a gate's relative error is twice that of its scores, and a few U
-    of_inner = (
-        1.13 * (dim + 1) * U * (torch.einsum("gtd,edh->gteh", x.abs(), up.abs()) + up_bias[:, 0].abs()) + 4 * U * inner.abs()
-    )
-    of_made = (
-        torch.einsum("gteh,ehd->gted", of_inner + (hidden + 1) * U * inner.abs(), down.abs()) + (hidden + 1) * U * down_bias.abs()
-    )
+    before = torch.einsum("gtd,edh->gteh", x.abs(), up.abs()) + up_bias[:, 0].abs()
+    of_inner = (1.13 * (dim + 1) + 4) * U * before  # gelu itself loses a few U of its argument
+    of_made = torch.einsum("gteh,ehd->gted", of_inner + (hidden + 1) * U * inner.abs(), down.abs())
+    of_made = of_made + (hidden + 1) * U * down_bias.abs()
     of_gate = 2 * of_score + (8 + mixture.chosen) * U
     bound = torch.einsum("gte,gted->gtd", gates, of_made + of_gate[..., None, None] * made.abs())
     return mixed, bound
