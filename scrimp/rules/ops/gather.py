@@ -9,7 +9,7 @@ import torch
 from scrimp.rules.core.builder import REALS, Draft, broadcast, stretched
 from scrimp.rules.core.call import Call
 from scrimp.rules.core.local_context import Here
-from scrimp.rules.core.rule import FREE, SUM, WHOLE, Dims, Rule
+from scrimp.rules.core.rule import FREE, SUM, WHOLE, Dims, Rule, Scratch
 
 
 def embedding_rule(call: Call) -> Rule:
@@ -89,7 +89,7 @@ def index_put_rule(call: Call) -> Rule | None:
     rest = [dim for index, dim in enumerate(full) if index not in dims]
     source = "source" if call.at("values") is None else "values"
     draft.stretched(source, (*rest[:at], *i, *rest[at:]))
-    return draft.rule(full, linear=[("self", source)])
+    return draft.rule(full, linear=[("self", source)], scratch=[_wider(call, full, full[dims[0]] if len(dims) == 1 else ())])
 
 
 def gather_rule(call: Call) -> Rule | None:
@@ -121,7 +121,12 @@ def gather_rule(call: Call) -> Rule | None:
         return None
     if name == "gather":
         return draft.rule(tuple(index), linear=[("self",)])
-    return draft.rule(tuple(full), linear=[("self", "src")] if sources else [])
+    return draft.rule(tuple(full), linear=[("self", "src")] if sources else [], scratch=[_wider(call, tuple(full), full[along])])
+
+
+def _wider(call: Call, dims: Dims, rows: tuple[int, ...]) -> Scratch:
+    """Where rows are split, a member writes to a copy with one more row."""
+    return Scratch(when=rows, of=tuple(factor for dim in dims for factor in dim), itemsize=call.itemsize("self"))
 
 
 def one_hot_rule(call: Call) -> Rule | None:
