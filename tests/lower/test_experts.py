@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from scrimp import Mesh, Plan, plan, zoo
-from scrimp.capture import to_json
+from scrimp import Mesh, Plan, RunError, plan, zoo
+from scrimp.capture import from_json, to_json
 from scrimp.ext.ranks import pool
 from scrimp.lower import Generated, lower
 from scrimp.lower.moves import local_shape, redistribute
@@ -122,6 +122,13 @@ def split_of(place: Placed) -> str:
     assert place.shape[0] == GROUPS
     assert place.shape[1] in (BLOCKS, BLOCKS * SLOTS)
     return {(("x",), ()): "groups", ((), ("x",)): "blocks"}[place.dims[0][0][1], place.dims[1][0][1]]
+
+
+def test_a_graph_from_a_file_needs_the_module_of_its_operators() -> None:
+    texts = (planned(False).to_json(), to_json(planned(False).source.graph))
+    found, graph = (text.replace("scrimp.ragged_linear.default", "scrimp.unknown.default") for text in texts)
+    with pytest.raises(RunError, match=r"operator scrimp\.unknown\.default \(.*moe\.py.*\) is not registered: import the module"):
+        lower(Plan.from_json(found), from_json(graph))
 
 
 @pytest.mark.parametrize(("wide", "same"), [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.full)])
