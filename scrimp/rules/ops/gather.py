@@ -119,9 +119,12 @@ def gather_rule(call: Call) -> Rule | None:
         draft.put("src", tuple(index))
     elif sources:
         return None
+    # Local indices, and two masks while they are made. An expanded index takes less, but a move may have filled it.
+    local = Scratch(when=full[along], of=tuple(factor for dim in index for factor in dim), itemsize=8 + 2)
     if name == "gather":
-        return draft.rule(tuple(index), linear=[("self",)])
-    return draft.rule(tuple(full), linear=[("self", "src")] if sources else [], scratch=[_wider(call, tuple(full), full[along])])
+        return draft.rule(tuple(index), linear=[("self",)], scratch=[local])
+    copy = _wider(call, tuple(full), full[along])
+    return draft.rule(tuple(full), linear=[("self", "src")] if sources else [], scratch=[local, copy])
 
 
 def _wider(call: Call, dims: Dims, rows: tuple[int, ...]) -> Scratch:
@@ -151,7 +154,11 @@ def own_rows(here: Here, dims: Dims, indices: torch.Tensor) -> tuple[torch.Tenso
     """Indices relative to the first local row, and which of them are local."""
     rows = dims[table_dim(here.call, len(dims))]
     size = here.size(rows)
-    if not here.call.op.target.startswith("aten.embedding"):
+    if "indices" in here.call.arguments and not here.call.op.target.startswith(
+        "aten.embedding"
+    ):  # negative ones count from the end
         indices = torch.where(indices < 0, indices + size * here.count(rows), indices)
     local = indices - here.start(rows)
-    return local, (local >= 0) & (local < size)
+    own = local >= 0
+    own &= local < size
+    return local, own
