@@ -44,12 +44,23 @@ def ragged_linear(x: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, 
 
 @torch.library.custom_op("scrimp::ragged_outer", mutates_args=())
 def ragged_outer(x: Tensor, y: Tensor, ends: Tensor, filled: int) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias, from the gradient `y` of the result: sums over the rows of each expert, in all groups."""
-    shape = ends.shape[1:]
+    """Gradients of weight and bias, from the gradient `y` of the result: sums over the rows of each expert, in all groups. In 16
+    bits the groups are added in float32, one expert at a time."""
+    shape, exact = ends.shape[1:], torch.promote_types(x.dtype, torch.float32)
     weight, bias = x.new_zeros(*shape, x.shape[-1], y.shape[-1]), x.new_zeros(*shape, y.shape[-1])
+    by_expert: dict[tuple[int, int], list[tuple[int, int, slice]]] = {}
     for rows, expert in _segments(ends):
-        weight[expert].addmm_(x[rows].t(), y[rows])
-        bias[expert].add_(y[rows].sum(0))
+        by_expert.setdefault(expert, []).append(rows)
+    for expert, places in by_expert.items():
+        products, sums = weight[expert].to(exact), bias[expert].to(exact)  # themselves, unless they have 16 bits
+        for rows in places:
+            if exact == x.dtype:
+                products.addmm_(x[rows].t(), y[rows])
+            else:
+                products += x[rows].t() @ y[rows]
+            sums += y[rows].sum(0, dtype=exact)
+        if exact != x.dtype:
+            weight[expert], bias[expert] = products, sums
     return weight, bias
 
 

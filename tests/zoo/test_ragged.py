@@ -56,6 +56,17 @@ def test_padding_is_not_read_and_gives_zeros() -> None:
         assert torch.isfinite(gradient).all()
 
 
+def test_groups_are_not_added_in_16_bits() -> None:
+    """Positive numbers: a group's product loses at most half a unit, 2^-8 of itself, as does the sum of all."""
+    torch.manual_seed(0)
+    x, y = (torch.rand(256, 1, 2, 8).bfloat16() for _ in range(2))
+    ends = torch.full((256, 1, 1), 2)
+    weight, bias = ragged_outer(x, y, ends, 2)
+    products, sums = torch.einsum("gbrd,gbrh->bdh", x.double(), y.double())[:, None], y.double().sum((0, 2))[:, None]
+    assert ((weight - products).abs() <= 2.01 * 2**-8 * products).all()
+    assert ((bias - sums).abs() <= 1.01 * 2**-8 * sums).all()
+
+
 def test_torch_accepts_the_operators() -> None:
     """Schemas, fake tensors, and gradients that tracing sees."""
     x, ends, weight, bias = case(0, 2, 2, 3, 6)
