@@ -43,10 +43,11 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ends: Tensor, filled: int) -> Tensor:
         """x: groups, blocks, rows, dim. ends: groups, blocks, experts of a block."""
         shape = ends.shape[1:]
-        up, up_bias = self.up.unflatten(0, shape), self.up_bias.view(*shape, -1)
-        down, down_bias = self.down.unflatten(0, shape), self.down_bias.unflatten(0, shape)
+        up, up_bias = self.up.view(*shape, *self.up.shape[1:]), self.up_bias.view(*shape, -1)
+        down, down_bias = self.down.view(*shape, *self.down.shape[1:]), self.down_bias.view(*shape, -1)
         hidden = F.gelu(ragged_linear(x, ends, up, up_bias, filled))
-        return ragged_linear(hidden, ends, down, down_bias, filled)
+        made: Tensor = ragged_linear(hidden, ends, down, down_bias, filled)
+        return made
 
 
 class Mixture(nn.Module):
@@ -64,11 +65,11 @@ class Mixture(nn.Module):
         best, which = scores.topk(self.chosen, -1)
         pairs, experts = which.flatten(1), scores.shape[-1]
         counts = pairs.new_zeros(groups, experts).scatter_add(1, pairs, torch.ones_like(pairs))
-        ends = counts.unflatten(1, (self.blocks, -1)).cumsum(-1)
+        ends = counts.view(groups, self.blocks, -1).cumsum(-1)
         sources, slots = self._places(pairs, ends)
-        sent = x.gather(1, sources[:, :, None].expand(-1, -1, dim)).unflatten(1, (self.blocks, -1))
+        sent = x.gather(1, sources[:, :, None].expand(-1, -1, dim)).view(groups, self.blocks, -1, dim)
         made = self.experts(sent, ends, tokens * self.chosen).flatten(1, 2)
-        back = made.gather(1, slots[:, :, None].expand(-1, -1, dim)).unflatten(1, (tokens, self.chosen))
+        back = made.gather(1, slots[:, :, None].expand(-1, -1, dim)).view(groups, tokens, self.chosen, dim)
         mixed = torch.einsum("gtk,gtkd->gtd", best.softmax(-1), back)
         # An expert's share of tokens has no gradient; its share of probability has.
         share, odds = counts.sum(0) / which.numel(), scores.softmax(-1).mean((0, 1))
