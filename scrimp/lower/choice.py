@@ -11,7 +11,7 @@ from scrimp.capture import Graph, Op, Value
 from scrimp.errors import RunError
 from scrimp.layout import Mesh
 from scrimp.planner import LayerModel, Layers, Placed, Plan, PlannedGroup, PlannedLayers, kept_whole, placed
-from scrimp.rules import FREE, Factor, Rule, rule_of
+from scrimp.rules import FREE, Factor, Rule, bind, rule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,9 @@ class ChosenLayer:
 
 
 def chosen_layers(plan: Plan, graph: Graph) -> tuple[ChosenLayer, ...]:
-    """One for each layer of the model; equal layers are equal objects. Raises `RunError` if the plan is not of this graph."""
+    """One for each layer of the model; equal layers are equal objects. Raises `RunError` if the plan is not of this graph, or
+    if the graph has an operator that this process lacks."""
+    _check_operators(graph)
     models = Layers(graph).models
     made: dict[int, ChosenLayer] = {}
     for layers in plan.layers:
@@ -117,6 +119,12 @@ def chosen_layers(plan: Plan, graph: Graph) -> tuple[ChosenLayer, ...]:
     if len(made) != len(graph.layers):
         raise RunError(f"the plan has {len(made)} layers, the model {len(graph.layers)}")
     return tuple(made[k] for k in range(len(made)))
+
+
+def _check_operators(graph: Graph) -> None:
+    for op in (op for layer in graph.graphs for op in layer.ops):
+        if bind(op) is None:
+            raise RunError(f"operator {op.target} ({op.where}) is not registered: import the module that defines it, then lower")
 
 
 def _check(layers: PlannedLayers, model: LayerModel, path: str) -> None:

@@ -123,6 +123,9 @@ class VGGConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(Checked):
+    """`expert_parallel`: over how many devices a plan may split the experts. Each doubling takes up to twice the memory for
+    dispatched tokens, because every device has room for all tokens."""
+
     vocab: int = whole(50257)
     seq: int = whole(1024)
     dim: int = whole(768)
@@ -130,6 +133,7 @@ class MoEConfig(Checked):
     layers: int = whole(12, most=DEEPEST)
     experts: int = whole(8)
     chosen: int = whole(2)
+    expert_parallel: int = whole(1)
     expansion: int = whole(4)
     balance: float = number(0.01)  # the weight of the extra loss
     dropout: float = number(0.0, below=1)
@@ -139,6 +143,8 @@ class MoEConfig(Checked):
         _even_heads(self.dim, self.heads)
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"cannot choose {self.chosen} of {self.experts} experts")
+        if self.experts % self.expert_parallel:
+            raise ValueError(f"experts {self.experts} is not a multiple of expert_parallel {self.expert_parallel}")
 
 
 def _even_heads(dim: int, heads: int) -> None:

@@ -1,8 +1,14 @@
-"""A GPT with mixture-of-experts MLPs: a router sends each token to its best two experts, and an auxiliary loss balances the load.
+"""A GPT with mixture-of-experts MLPs: a router sends each token to its best experts, and an auxiliary loss balances the load.
 
-Every expert runs on every token, and unselected ones count with weight 0. That costs experts / 2 times the arithmetic of sparse
-dispatch, but shapes never depend on the data, no token is dropped (so the model stays causal) and no sum depends on the order in
-which tokens arrive.
+No token is dropped, whatever the router chooses, and shapes never depend on the data. A row of the batch is a group of tokens.
+The experts form `expert_parallel` blocks of equal size. In every group a block has rows for all pairs of a token and an expert
+that it could get:
+
+    rows of a block = tokens of a group x min(chosen, experts of a block)
+
+One block has exactly the rows of all pairs, without padding. Several blocks may be split over devices by a plan. The dispatched
+rows [groups, blocks, rows, dim] then travel from a split of groups to a split of blocks and back: two all-to-alls. A device has
+room for the case that all tokens choose its experts. That is the price of static shapes without dropped tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from torch import Tensor, nn
 
 from scrimp.zoo.configs import MoEConfig
 from scrimp.zoo.gpt import CausalAttention, Embedding
+from scrimp.zoo.ragged import ragged_linear
 
 
 class Experts(nn.Module):
@@ -33,10 +40,14 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
             nn.init.uniform_(bias, -bound, bound)
 
-    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        """x: tokens, dim. gates: tokens, experts."""
-        hidden = F.gelu(torch.matmul(x, self.up) + self.up_bias) * gates.t()[:, :, None]
-        return torch.einsum("eth,ehd->td", hidden, self.down) + gates @ self.down_bias
+    def forward(self, x: Tensor, ends: Tensor, filled: int) -> Tensor:
+        """x: groups, blocks, rows, dim. ends: groups, blocks, experts of a block."""
+        shape = ends.shape[1:]
+        up, up_bias = self.up.view(*shape, *self.up.shape[1:]), self.up_bias.view(*shape, -1)
+        down, down_bias = self.down.view(*shape, *self.down.shape[1:]), self.down_bias.view(*shape, -1)
+        hidden = F.gelu(ragged_linear(x, ends, up, up_bias, filled))
+        made: Tensor = ragged_linear(hidden, ends, down, down_bias, filled)
+        return made
 
 
 class Mixture(nn.Module):
@@ -44,20 +55,37 @@ class Mixture(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.chosen = config.chosen
+        self.chosen, self.blocks = config.chosen, config.expert_parallel
         self.router = nn.Linear(config.dim, config.experts, bias=False)
         self.experts = Experts(config.experts, config.dim, config.expansion * config.dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        flat = x.flatten(0, 1)
-        scores = self.router(flat)
+        groups, tokens, dim = x.shape
+        scores = self.router(x)
         best, which = scores.topk(self.chosen, -1)
-        choice = F.one_hot(which, scores.shape[-1]).to(scores.dtype)
-        gates = torch.einsum("tk,tke->te", best.softmax(-1), choice)
+        pairs, experts = which.flatten(1), scores.shape[-1]
+        counts = pairs.new_zeros(groups, experts).scatter_add(1, pairs, torch.ones_like(pairs))
+        ends = counts.view(groups, self.blocks, -1).cumsum(-1)
+        sources, slots = self._places(pairs, ends)
+        sent = x.gather(1, sources[:, :, None].expand(-1, -1, dim)).view(groups, self.blocks, -1, dim)
+        made = self.experts(sent, ends, tokens * self.chosen).flatten(1, 2)
+        back = made.gather(1, slots[:, :, None].expand(-1, -1, dim)).view(groups, tokens, self.chosen, dim)
+        mixed = torch.einsum("gtk,gtkd->gtd", best.softmax(-1), back)
         # An expert's share of tokens has no gradient; its share of probability has.
-        share, odds = choice.mean((0, 1)), scores.softmax(-1).mean(0)
-        balance = (share * odds).sum() * scores.shape[-1]
-        return self.experts(flat, gates).view_as(x), balance
+        share, odds = counts.sum(0) / which.numel(), scores.softmax(-1).mean((0, 1))
+        return mixed, (share * odds).sum() * experts
+
+    def _places(self, pairs: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """The token of each row [groups, blocks * rows] and the row of each pair [groups, pairs]. Padding has some token of the
+        group."""
+        count, size = pairs.shape[1], ends.shape[-1]
+        rows = count // self.chosen * min(self.chosen, size)
+        starts = ends[..., -1].cumsum(-1) - ends[..., -1]
+        order = pairs.sort(dim=1, stable=True).indices
+        taken = (starts[..., None] + torch.arange(rows, device=pairs.device)).clamp(max=count - 1).flatten(1)
+        block = pairs // size
+        slots = order.argsort(1) - starts.gather(1, block) + block * rows
+        return order.gather(1, taken) // self.chosen, slots
 
 
 class Block(nn.Module):

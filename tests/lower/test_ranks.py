@@ -35,6 +35,7 @@ CASES = [
     ("vgg-tiny", {}, "x=2,y=2", "offload"),
     ("moe-tiny", {}, "x=2,y=2", "least"),
     ("moe-tiny", {}, "x=4", "ddp-full"),
+    ("moe-tiny", {**WIDE, "experts": 8, "expert_parallel": 4}, "x=4", "least"),
 ]
 OWN: dict[str, dict[str, Any]] = {
     "least": {},

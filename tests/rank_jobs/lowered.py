@@ -12,15 +12,18 @@ from scrimp import Mesh, Plan, RunError, zoo
 from scrimp.capture import from_json
 from scrimp.lower import Generated, Ranks, Shards, cut, digest, later_axes, lower, module
 from tests.support.lowering.run import at_rest_nbytes, batch_of, metered, tensors_of
+from tests.support.same_experts import to_the_first_two
 
 
 def step(
-    plan: str, graph: str, name: str, settings: dict[str, Any], rows: int
+    plan: str, graph: str, name: str, settings: dict[str, Any], rows: int, same_experts: bool = False
 ) -> tuple[float, dict[str, torch.Tensor], int, str]:
     """The loss, the gradients, and the peak of all live storages and where it was, staging of moves included."""
     found, captured = Plan.from_json(plan), from_json(graph)
     torch.manual_seed(0)
     model = zoo.build(name, **settings)
+    if same_experts:
+        to_the_first_two(model)
     batch = batch_of(captured, zoo.example_batch(name, rows, **settings))
     lowered = lower(found, captured)
     Ranks(found.mesh, dist.get_rank()).agree(digest(lowered))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import scrimp.zoo.ragged  # noqa: F401  # registers its operators
 from scrimp.capture.graph.graph import Named, Op, Ref, Value
 
 INTS, BOOLS = "int64", "bool"
@@ -110,6 +111,9 @@ EXAMPLES: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = (
     ("aten._grouped_mm.default", (t(12, 24), t(6, 24, 24), T((6,), "int32")), {}),
     ("aten._grouped_mm.default", (t(12, 24), t(24, 24), T((6,), "int32")), {}),
     ("aten._grouped_mm.default", (t(6, 12, 24), t(6, 24, 24)), {}),
+    ("scrimp.ragged_linear.default", (t(4, 6, 12, 8), ids(4, 6, 3), t(6, 3, 8, 24), t(6, 3, 24), 12), {}),
+    ("scrimp.ragged_linear.default", (t(4, 6, 12, 8), ids(4, 6, 3), t(6, 3, 8, 24), None, 12), {}),
+    ("scrimp.ragged_outer.default", (t(4, 6, 12, 8), t(4, 6, 12, 24), ids(4, 6, 3), 12), {}),
     # attention
     (f"{_FLASH}.default", (*_QKV,), {}),
     (f"{_FLASH}.default", (*_QKV, 0.0, True), {"scale": 0.5}),

@@ -12,17 +12,26 @@ ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
+# Positions of arguments that decide the number: whether a convolution is transposed; how many rows of a group are no padding.
+LITERALS = {
+    "aten.convolution.default": 6, "aten.convolution_backward.default": 7,
+    "scrimp.ragged_linear.default": 4, "scrimp.ragged_outer.default": 3,
+}  # fmt: skip
 
 
-def flops(target: str, inputs: Sequence[Shape], outputs: Sequence[Shape | None], transposed: bool = False) -> int:
-    """`inputs`: shapes of the tensors among the arguments, in order; `outputs`: None for unused ones. `transposed`: of a
-    convolution."""
-    name = target.removeprefix("aten.").partition(".")[0]
+def flops(target: str, inputs: Sequence[Shape], outputs: Sequence[Shape | None], literal: int = 0) -> int:
+    """`inputs`: shapes of the tensors among the arguments, in order; `outputs`: None for unused ones. `literal`: the argument in
+    `LITERALS`."""
+    name, transposed = target.removeprefix("aten.").removeprefix("scrimp.").partition(".")[0], bool(literal)
     match name:
         case "mm" | "bmm" | "_grouped_mm":  # every row, or every column, is in one group
             return _product(inputs[0], inputs[1])
         case "addmm" | "baddbmm" | "addbmm":
             return _product(inputs[1], inputs[2])
+        case "ragged_linear":  # of the rows of each group, those that are no padding
+            return _product((inputs[0][0], literal, inputs[0][-1]), inputs[2])
+        case "ragged_outer":
+            return _product((inputs[0][0], literal, inputs[0][-1]), inputs[1])
         case "mv" | "dot" | "vdot":
             return 2 * prod(inputs[0])
         case "addmv":

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from scrimp.capture.graph.graph import MADE, TANGENT, LayerGraph, Named, Op, Ref, Value
-from scrimp.capture.joint.flops import flops
+from scrimp.capture.joint.flops import LITERALS, flops
 from scrimp.capture.joint.fold import fold
 from scrimp.capture.joint.fwd_bwd_pairs import cells, owners
 from scrimp.capture.torch_private.joint import describe, is_backward, is_view
 from scrimp.capture.trace.fakes import dtype_name
 from scrimp.errors import CaptureError
-
-_TRANSPOSED = {"aten.convolution.default": 6, "aten.convolution_backward.default": 7}  # position of the argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +85,8 @@ class _Builder:
         )  # fmt: skip
         given = [self.values[name].shape for name in made.inputs]
         shapes = [None if name is None else self.values[name].shape for name in outputs]
-        transposed = made.args[_TRANSPOSED[made.target]] if made.target in _TRANSPOSED else False
-        return replace(made, flops=flops(made.target, given, shapes, transposed))
+        literal = made.args[LITERALS[made.target]] if made.target in LITERALS else 0
+        return replace(made, flops=flops(made.target, given, shapes, literal))
 
     def _outputs(self, node: fx.Node, base: str | None) -> tuple[str | None, ...]:
         value = node.meta["val"]

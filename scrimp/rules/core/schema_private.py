@@ -34,14 +34,21 @@ class Schema:
     writes: bool
 
 
-@cache
 def schema(target: str) -> Schema | None:
-    """The schema of "aten.mm.default"; None if this torch has no such operator."""
+    """The schema of "aten.mm.default"; None if no such operator is registered, which a later import may change."""
+    try:
+        return _schema(target)
+    except LookupError:
+        return None
+
+
+@cache
+def _schema(target: str) -> Schema:
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, torch._ops.OpOverload):
-        return None
+        raise LookupError(target)
     arguments = (
         Argument(
             name=each.name,

@@ -9,7 +9,7 @@ import torch
 from scrimp.rules.core.builder import REALS, Draft, broadcast, stretched
 from scrimp.rules.core.call import Call
 from scrimp.rules.core.local_context import Here
-from scrimp.rules.core.rule import FREE, SUM, WHOLE, Dims, Rule
+from scrimp.rules.core.rule import FREE, SUM, WHOLE, Dims, Rule, Scratch
 
 
 def embedding_rule(call: Call) -> Rule:
@@ -89,7 +89,7 @@ def index_put_rule(call: Call) -> Rule | None:
     rest = [dim for index, dim in enumerate(full) if index not in dims]
     source = "source" if call.at("values") is None else "values"
     draft.stretched(source, (*rest[:at], *i, *rest[at:]))
-    return draft.rule(full, linear=[("self", source)])
+    return draft.rule(full, linear=[("self", source)], scratch=[_wider(call, full, full[dims[0]] if len(dims) == 1 else ())])
 
 
 def gather_rule(call: Call) -> Rule | None:
@@ -119,9 +119,17 @@ def gather_rule(call: Call) -> Rule | None:
         draft.put("src", tuple(index))
     elif sources:
         return None
+    # Local indices, and two masks while they are made. An expanded index takes less, but a move may have filled it.
+    local = Scratch(when=full[along], of=tuple(factor for dim in index for factor in dim), itemsize=8 + 2)
     if name == "gather":
-        return draft.rule(tuple(index), linear=[("self",)])
-    return draft.rule(tuple(full), linear=[("self", "src")] if sources else [])
+        return draft.rule(tuple(index), linear=[("self",)], scratch=[local])
+    copy = _wider(call, tuple(full), full[along])
+    return draft.rule(tuple(full), linear=[("self", "src")] if sources else [], scratch=[local, copy])
+
+
+def _wider(call: Call, dims: Dims, rows: tuple[int, ...]) -> Scratch:
+    """Where rows are split, a member writes to a copy with one more row."""
+    return Scratch(when=rows, of=tuple(factor for dim in dims for factor in dim), itemsize=call.itemsize("self"))
 
 
 def one_hot_rule(call: Call) -> Rule | None:
@@ -146,7 +154,11 @@ def own_rows(here: Here, dims: Dims, indices: torch.Tensor) -> tuple[torch.Tenso
     """Indices relative to the first local row, and which of them are local."""
     rows = dims[table_dim(here.call, len(dims))]
     size = here.size(rows)
-    if not here.call.op.target.startswith("aten.embedding"):
+    if "indices" in here.call.arguments and not here.call.op.target.startswith(
+        "aten.embedding"
+    ):  # negative ones count from the end
         indices = torch.where(indices < 0, indices + size * here.count(rows), indices)
     local = indices - here.start(rows)
-    return local, (local >= 0) & (local < size)
+    own = local >= 0
+    own &= local < size
+    return local, own

@@ -32,6 +32,13 @@ def _where(given: dict[str, Any]) -> tuple[str, torch.Tensor]:
     return "indices", next(each for each in given["indices"] if each is not None)
 
 
+def _thin(index: torch.Tensor) -> torch.Tensor:
+    """Repeated entries once: an index that is expanded over the dims of a row stays as small as it is."""
+    for dim, stride in enumerate(index.stride()):
+        index = index.narrow(dim, 0, 1) if not stride and index.shape[dim] else index
+    return index
+
+
 def _with(given: dict[str, Any], name: str, index: torch.Tensor) -> dict[str, Any]:
     if isinstance(given[name], torch.Tensor):
         return {**given, name: index}
@@ -45,12 +52,12 @@ def _look_up(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     if not _split_rows(here, dims):
         return here.call.run(given)
     name, index = _where(given)
-    local, own = own_rows(here, dims, index)
-    (found,) = here.call.run(_with(given, name, local.masked_fill(~own, 0)))
+    local, own = own_rows(here, dims, _thin(index))
+    (found,) = here.call.run(_with(given, name, local.masked_fill_(~own, 0).expand(index.shape)))
     if here.call.op.target != "aten.gather.default":
         at = table_dim(here.call, len(dims))
-        shape = own.shape or (1,) if here.call.op.target == "aten.index_select.default" else own.shape
-        own = own.reshape(*shape, *[1] * (found.dim() - at - len(shape)))
+        shape = index.shape or (1,) if here.call.op.target == "aten.index_select.default" else index.shape
+        own = own.expand(index.shape).reshape(*shape, *[1] * (found.dim() - at - len(shape)))
     return (found.masked_fill_(~own, 0),)
 
 
@@ -60,12 +67,12 @@ def _write(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
     if not _split_rows(here, dims):
         return here.call.run(given)
     at, (name, index) = table_dim(here.call, len(dims)), _where(given)
-    local, own = own_rows(here, dims, index)
+    local, own = own_rows(here, dims, _thin(index))
     rows, size = given["self"], given["self"].shape[at]
     shape = list(rows.shape)
     shape[at] = 1
     wider = torch.cat([rows, rows.new_zeros(shape)], at)
-    (made,) = here.call.run(_with({**given, "self": wider}, name, local.masked_fill(~own, size)))
+    (made,) = here.call.run(_with({**given, "self": wider}, name, local.masked_fill_(~own, size).expand(index.shape)))
     return (made.narrow(at, 0, size),)
 
 

@@ -4,6 +4,14 @@
     sums   i s, s j -> g i j     the gradient of these matrices: every group sums over its own s
 
 All members hold all of `offs`: it is small, and a group's start is in the entry before its own.
+
+The zoo's experts have rows of static shape (`scrimp/zoo/ragged.py`): r rows in each group g of tokens and each block b of
+experts. `ends` says where the rows of each expert e end.
+
+    linear  g b r d, g b e, b e d h, b e h -> g b r h
+    outer   g b r d, g b r h, g b e -> b e d h, b e h       the gradients of matrices and biases: sums over g and r
+
+A split of g is data parallelism, one of b expert parallelism, and ones of d and h are tensor parallelism.
 """
 
 from __future__ import annotations
@@ -16,10 +24,11 @@ import torch.nn.functional as F  # noqa: N812
 from scrimp.rules.core.builder import Draft
 from scrimp.rules.core.call import Call
 from scrimp.rules.core.local_context import Here, family
-from scrimp.rules.core.rule import SUM, Rule
+from scrimp.rules.core.rule import FREE, SUM, WHOLE, Rule
 
 _ALIGNED = 16  # bytes
 TARGET = "aten._grouped_mm.default"
+LINEAR, OUTER = "scrimp.ragged_linear.default", "scrimp.ragged_outer.default"
 
 
 def _rule(call: Call) -> Rule | None:
@@ -76,4 +85,34 @@ def _product(call: Call, given: dict[str, Any]) -> torch.Tensor:
     return made.narrow(-1, 0, right.shape[-1]) if columns else made  # type: ignore[no-any-return]
 
 
-GROUPED = family({TARGET: _rule}, runs={TARGET: _run})
+def _ragged(call: Call) -> Rule:
+    """`ragged_linear` if it has a weight, else `ragged_outer`."""
+    draft, forward = Draft(call), call.at("weight") is not None
+    groups, blocks, rows, dim = call.shape("x")
+    kind = FREE if forward else SUM
+    g, b, r = draft.dim(groups, kind), draft.dim(blocks), draft.dim(rows, kind, ranged=True)
+    e = draft.dim(call.shape("ends")[-1], WHOLE)
+    d, h = draft.dim(dim, SUM if forward else FREE), draft.dim(call.shape("weight" if forward else "y")[-1])
+    draft.put("x", (g, b, r, d))
+    draft.put("y", (g, b, r, h))
+    draft.put("ends", (g, b, e))
+    draft.put("weight", (b, e, d, h))
+    draft.put("bias", (b, e, h))
+    if forward:
+        return draft.rule((g, b, r, h), linear=[("x", "bias"), ("weight", "bias")])
+    return draft.rule((b, e, d, h), (b, e, h), linear=[("y",)])
+
+
+def _run_ragged(here: Here, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Clips the ends to the local range of rows."""
+    rows = here.of("x")[2]
+    if here.count(rows) > 1:
+        given = {**given, "ends": (given["ends"] - here.start(rows)).clamp(0, here.size(rows))}
+    return here.call.run(given)
+
+
+GROUPED = family(
+    {TARGET: _rule, LINEAR: _ragged, OUTER: _ragged},
+    addends={LINEAR: "bias"},
+    runs={TARGET: _run, LINEAR: _run_ragged, OUTER: _run_ragged},
+)

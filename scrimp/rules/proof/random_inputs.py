@@ -56,6 +56,8 @@ def _whole_numbers(bound: Call, operator: str, name: str, shape: tuple[int, ...]
         ends = torch.randint(rows + 1, shape, generator=generator).sort().values
         ends[-1:] = rows
         return ends
+    if operator.startswith("ragged"):  # ends of the rows of each expert; padding follows
+        return torch.randint(bound.shape("x")[2] + 1, shape, generator=generator).sort().values
     if name not in ("index", "indices") or "pool" in operator:
         return torch.randint(bound.arguments["num_classes"] if operator == "one_hot" else 5, shape, generator=generator)
     limit = _limit(bound, operator, shape)
