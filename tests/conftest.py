@@ -24,7 +24,7 @@ SAMPLED = {
     "engine/schedule/test_planning", "engine/test_engine_kinds", "chunks/meter/test_cpu", "engine/test_engine_ranks",
     "move/run/test_run", "chunks/kernels/test_build", "ext/test_dtensor_plans", "planner/baselines/test_strategies",
     "engine/gradients/test_sparse", "chunks/spill/test_file", "chunks/spill/test_queue", "engine/update/test_streamed_update",
-    "engine/setup/test_weight_sources",
+    "engine/setup/test_weight_sources", "lower/test_module",
 }  # fmt: skip
 # Whose cases `engine/lowered/test_planned_steps` has too, as a pairwise sample on ranks: every sixth.
 RARE = {"lower/test_interpret", "lower/test_source", "lower/test_ranks", "lower/test_hf"}

@@ -26,13 +26,13 @@ from tests.support.lowering.staged import accumulated, batch_for, build, graph_o
 ROWS, MICRO = 8, 4
 Case = tuple[str, int, int, str, int, dict[str, Any]]  # family, stages, pieces a stage, mesh, hidden size, settings
 QUICK: list[Case] = [
-    ("gpt", 2, 1, "x=1", 32, {}),
     ("gpt", 2, 2, "x=2", 256, {}),
     ("llama", 4, 1, "x=2", 32, {"activations": {"keep"}}),
     ("moe", 2, 2, "x=2", 32, {}),
 ]
 KEEP = {"activations": {"keep"}}
 FULL: list[Case] = [
+    ("gpt", 2, 1, "x=1", 32, {}),  # its gradients are compared with torch's pipelining in every run
     *((family, stages, v, mesh, 32, {}) for family in ("gpt", "llama", "t5", "moe")
       for stages, v, mesh in ((2, 1, "x=2"), (2, 2, "x=2"), (4, 1, "x=2"), (4, 2, "x=2"), (2, 1, "x=2,y=2"), (2, 2, "x=2,y=2"))),
     *((family, stages, v, "x=1", 32, {}) for family in ("gpt", "llama", "t5", "moe") for stages, v in ((2, 2), (4, 1), (4, 2))),
