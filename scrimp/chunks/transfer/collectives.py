@@ -6,12 +6,15 @@ gloo and NCCL. With one rank they are copies.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from scrimp.layout import Mesh
 from scrimp.move import synthesize
+
+JOINED_NBYTES = 8 << 20
 
 
 class Wire:
@@ -50,6 +53,28 @@ class Wire:
         if self.world == 1:
             return values
         return self.sum(values if self.rank == 0 else torch.zeros_like(values))
+
+    def each_from_first(self, values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Rank 0's values on every rank, one tensor after the other. Small ones of one dtype travel together, because a message
+        takes longer than their bytes; no more than `JOINED_NBYTES` are read ahead."""
+        waiting: list[torch.Tensor] = []
+        for each in values:
+            like = not waiting or (each.dtype, each.device) == (waiting[0].dtype, waiting[0].device)
+            if waiting and (not like or sum(one.nbytes for one in (*waiting, each)) > JOINED_NBYTES):
+                yield from self._joined_from_first(waiting)
+                waiting = []
+            waiting.append(each)
+            del each
+        if waiting:
+            yield from self._joined_from_first(waiting)
+
+    def _joined_from_first(self, values: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        if self.world == 1 or len(values) == 1:
+            yield from map(self.from_first, values)
+            return
+        found = self.from_first(torch.cat([each.reshape(-1) for each in values]))
+        for each, part in zip(values, found.split([each.numel() for each in values]), strict=True):
+            yield part.view(each.shape)
 
     def meet(self) -> None:
         """Barrier."""
