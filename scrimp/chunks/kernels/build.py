@@ -16,6 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from scrimp._cache import cache_folder
+
 SOURCE = Path(__file__).with_name("host_update.c")
 INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
@@ -46,7 +48,7 @@ def load_library(source: Path = SOURCE) -> tuple[ctypes.CDLL, str]:
     name = f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     in_words = (version.strip().splitlines() or [shlex.join(command)])[0]
     try:
-        return _from(_cache(), name, command, source), in_words
+        return _from(cache_folder(), name, command, source), in_words
     except (OSError, RuntimeError):  # the cache is not writable, has no home directory, or is mounted noexec
         pass
     with tempfile.TemporaryDirectory(prefix="scrimp-") as folder:  # once loaded, the file is not needed
@@ -63,11 +65,6 @@ def _texts(source: Path) -> list[str]:
             found[path] = path.read_text()
             waiting += [(path.parent / name).resolve() for name in INCLUDE.findall(found[path])]
     return [found[path] for path in sorted(found)]
-
-
-def _cache() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "scrimp"
 
 
 def _from(folder: Path, name: str, command: list[str], source: Path) -> ctypes.CDLL:

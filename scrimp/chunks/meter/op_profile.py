@@ -59,6 +59,10 @@ class Scale:
             self._most[func] = max(need, self._most.get(func, 0))
         return out, weight
 
+    def learn(self, signature: Hashable, weight: Weight) -> None:
+        """A profile that was measured otherwise, of code that is no operator."""
+        self._keep(signature, weight)
+
     def guess(self, func: Any, args: Any) -> int:
         """For a new signature: the most that the operator took so far, or a multiple of its inputs."""
         return max(GENEROUS * sum(tensor.nbytes for tensor in _tensors(args)), self._most.get(func, 0))
