@@ -51,7 +51,7 @@ def _found(plan: Plan, model: nn.Module, key: str | None) -> Graph:
     from scrimp.planner import captured_for  # loads torch's compiler, which nothing else here needs
 
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         graph = captured_for(plan, model)
     for each in said:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
