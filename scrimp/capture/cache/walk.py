@@ -65,7 +65,7 @@ class NotKeyedError(Exception):
 
 
 class Walk:
-    """`special(walk, value)` may take over a value; it returns whether it did."""
+    """`special(walk, value)` hashes a value itself, and returns True, or leaves it to the walk."""
 
     def __init__(self, special: Callable[[Walk, Any], bool]) -> None:
         self._hash = hashlib.sha256()

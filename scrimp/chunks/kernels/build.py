@@ -1,6 +1,7 @@
 """Builds a C kernel's library at first use with the machine's own compiler, and keeps it in the user's cache.
 
-The file's name is a hash of everything that goes into it. A rename puts it in place, so several processes may build it at once.
+The file's name is a hash of everything that goes into it. A rename puts it in place, so several processes may build it at once;
+those of one machine wait for the first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from scrimp._cache import cache_folder
@@ -71,18 +74,39 @@ def _from(folder: Path, name: str, command: list[str], source: Path) -> ctypes.C
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        handle, fresh = tempfile.mkstemp(dir=folder, suffix=".so")
-        os.close(handle)
-        try:
-            _run([*command, *FLAGS, str(source), "-o", fresh, "-lm"])
-            os.replace(fresh, path)
-        finally:
-            Path(fresh).unlink(missing_ok=True)
+        with _alone(folder):
+            if not path.exists():  # another process may have built it meanwhile
+                _build(path, command, source)
     try:
         return ctypes.CDLL(str(path))
     except OSError:
         path.unlink(missing_ok=True)
         raise
+
+
+def _build(path: Path, command: list[str], source: Path) -> None:
+    handle, fresh = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        _run([*command, *FLAGS, str(source), "-o", fresh, "-lm"])
+        os.replace(fresh, path)
+    finally:
+        Path(fresh).unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time: the ranks of a machine start together, and one build takes seconds. Where the folder cannot be
+    locked, each builds."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(ImportError, OSError):
+            import fcntl  # not on every system
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # which unlocks
 
 
 def _run(command: list[str]) -> str:

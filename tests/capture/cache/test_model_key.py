@@ -20,8 +20,8 @@ from scrimp import zoo
 from scrimp.capture import capture_key
 from scrimp.capture.cache.model_key import key_or_reason
 from scrimp.capture.cache.walk import NotKeyedError
-from tests.support import keyed_helper, keyed_model
-from tests.support.keyed_model import Inner, Model
+from tests.capture.cache import keyed_helper, keyed_model
+from tests.capture.cache.keyed_model import Inner, Model
 
 BATCH = ("fp32", [("x", (8, 4), "float32")])
 
@@ -48,7 +48,7 @@ def test_another_process_makes_the_same_key(seed: str) -> None:
     """Whatever the order of its sets, and whether it compiled the modules or read their bytecode."""
     code = (
         "import sys; from scrimp import zoo\n"
-        "from scrimp.capture import capture_key; from tests.support.keyed_model import Model\n"
+        "from scrimp.capture import capture_key; from tests.capture.cache.keyed_model import Model\n"
         f"print(capture_key(Model(), *{BATCH!r}), capture_key(zoo.build('gpt-tiny'), *{BATCH!r}))\n"
         "assert 'torch._dynamo' not in sys.modules and 'torch._functorch.aot_autograd' not in sys.modules"
     )

@@ -99,7 +99,7 @@ def test_a_start_from_the_cache_does_not_load_torchs_compiler(tmp_path: Path) ->
 
 def run(folder: Path, **options: Any) -> tuple[list[int], set[float]]:
     text = plan_of("gpt-tiny").to_json()
-    results = pool(2).run("tests.rank_jobs.start:start", text, "gpt-tiny", ROWS, str(folder), **options)
+    results = pool(2).run("tests.rank_jobs.planned_engine:start", text, "gpt-tiny", ROWS, str(folder), **options)
     return [count for count, _ in results], {loss for _, loss in results}
 
 

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from tests.support import keyed_helper
+from tests.capture.cache import keyed_helper
 
 SCALE = 2.0
 TABLE = {"twice": keyed_helper.twice}
