@@ -50,12 +50,13 @@ def key_or_reason(model: nn.Module, *more: Any) -> str:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    fused = torch.backends.cuda
+    fused: Any = torch.backends.cuda
+    mkldnn: Any = torch.backends.mkldnn
     return (
         sys.version, platform.machine(), torch.__version__, torch.version.git_version, _sources(),
         str(torch.get_default_dtype()), str(torch.get_default_device()), torch.are_deterministic_algorithms_enabled(),
         fused.flash_sdp_enabled(), fused.mem_efficient_sdp_enabled(), fused.math_sdp_enabled(), fused.cudnn_sdp_enabled(),
-        torch.is_autocast_enabled("cpu"), torch.backends.mkldnn.is_available(), torch.backends.cpu.get_cpu_capability(),
+        torch.is_autocast_enabled("cpu"), mkldnn.is_available(), torch.backends.cpu.get_cpu_capability(),
     )  # fmt: skip
 
 

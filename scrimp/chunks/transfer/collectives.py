@@ -75,7 +75,7 @@ class Wire:
             return
         flat = [each.reshape(-1).to(self.device) for each in values]
         found = self.from_first(torch.cat(flat) if len(flat) > 1 else flat[0])
-        for each, part in zip(values, found.split([each.numel() for each in values]), strict=True):
+        for each, part in zip(values, torch.split(found, [each.numel() for each in values]), strict=True):
             yield part.view(each.shape).to(each.device)
 
     def _same(self, values: list[torch.Tensor]) -> bool:
@@ -84,7 +84,8 @@ class Wire:
             return False
         found = hashlib.blake2b(digest_size=32)
         for each in values:
-            found.update(each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            bits: Any = each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            found.update(bits)
         rows = self.every(torch.frombuffer(bytearray(found.digest()), dtype=torch.int64))
         return bool((rows == rows[0]).all())
 
