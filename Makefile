@@ -39,7 +39,7 @@ help:
 	@echo "make bench-solver  solve times and optimality gaps of the planner's integer program (a few minutes)"
 	@echo "make bench-plan  plans against Megatron-LM, data parallelism and ZeRO in one memory model (a few minutes)"
 	@echo "make bench-lowered  a rank of a plan on one GPU against a block written by hand, and against the plan's bytes (a minute)"
-	@echo "make bench-run  a planned step against DTensor and FSDP2 for the same strategy, on 8 gloo ranks (a few minutes)"
+	@echo "make bench-run  a planned step against DTensor and FSDP2, and the time until the first one, on 8 gloo ranks (a few minutes)"
 	@echo "make bench-move  moves against DTensor and XLA, in one run (about 10 minutes)"
 
 $(READY): pyproject.toml constraints.txt
@@ -100,6 +100,7 @@ bench-lowered: $(READY)
 
 bench-run: $(READY)
 	$(BIN)/python -m bench.run
+	$(BIN)/python -m bench.run.start
 
 bench-memory: $(READY)
 	$(BIN)/python -m bench.memory

@@ -13,6 +13,7 @@ Read in this order:
     split/          where one layer ends and the next begins; segments that are alike
     joint/          a segment with its backward: folding, pairs of forward and backward operators, FLOPs
     torch_private/  the private names of Dynamo and of AOTAutograd, in one place each
+    cache/          graphs in the user's cache, under a key of everything that decides a capture
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
     from scrimp.capture._capture import capture
+    from scrimp.capture.cache.graph_files import load_graph, save_graph
+    from scrimp.capture.cache.model_key import capture_key
     from scrimp.capture.graph.fingerprint import fingerprint
     from scrimp.capture.graph.graph import (
         BORDER,
@@ -40,18 +43,19 @@ if TYPE_CHECKING:
         Value,
     )
     from scrimp.capture.graph.json import from_json, to_json
-    from scrimp.capture.trace.fakes import batch_tensors
+    from scrimp.capture.trace.batch_names import batch_tensors
 
 __all__ = [
     "BORDER", "BUFFER", "MADE", "PARAMETER", "Graph", "Layer", "LayerGraph", "Named", "Op", "Parameter", "Ref", "Source", "Value",
-    "batch_tensors", "capture", "fingerprint", "from_json", "to_json",
+    "batch_tensors", "capture", "capture_key", "fingerprint", "from_json", "load_graph", "save_graph", "to_json",
 ]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
     {
-        "batch_tensors": "scrimp.capture.trace.fakes",
+        "batch_tensors": "scrimp.capture.trace.batch_names",
         "capture": "scrimp.capture._capture",
+        "capture_key": "scrimp.capture.cache.model_key",
         "BORDER": "scrimp.capture.graph.graph",
         "BUFFER": "scrimp.capture.graph.graph",
         "MADE": "scrimp.capture.graph.graph",
@@ -67,6 +71,8 @@ __getattr__ = lazily(
         "Value": "scrimp.capture.graph.graph",
         "fingerprint": "scrimp.capture.graph.fingerprint",
         "from_json": "scrimp.capture.graph.json",
+        "load_graph": "scrimp.capture.cache.graph_files",
+        "save_graph": "scrimp.capture.cache.graph_files",
         "to_json": "scrimp.capture.graph.json",
     },
 )

@@ -29,11 +29,12 @@ from scrimp.capture.split.segment import Stretch, key, stretch
 from scrimp.capture.split.split import Splitter
 from scrimp.capture.torch_private.dynamo import Refused, line_of, storage_of, trace
 from scrimp.capture.torch_private.joint import FakeTensorMode, trace_joint
+from scrimp.capture.trace.batch_names import batch_names
 from scrimp.capture.trace.clean import WAY_OUT, clean, tensor_of
 from scrimp.capture.trace.decided import decided
 from scrimp.capture.trace.depth import Run, lengthened, runs_of, shortened
 from scrimp.capture.trace.diagnose import failure
-from scrimp.capture.trace.fakes import batch_names, dtype_name, fake, faked, parameters_of
+from scrimp.capture.trace.fakes import dtype_name, fake, faked, parameters_of
 from scrimp.capture.trace.hf_patches import as_in_training
 from scrimp.capture.trace.source_location import Places, named
 from scrimp.errors import CaptureError

@@ -110,12 +110,13 @@ def chosen_layers(plan: Plan, graph: Graph) -> tuple[ChosenLayer, ...]:
     models = Layers(graph).models
     made: dict[int, ChosenLayer] = {}
     for layers in plan.layers:
+        shared: dict[int, ChosenLayer] = {}  # by graph: what a class of layers needs is found once
         for k in range(layers.first, layers.first + layers.count):
             if k >= len(graph.layers):
                 raise RunError(f"the plan has {sum(each.count for each in plan.layers)} layers, the model {len(graph.layers)}")
-            model = models[graph.layers[k].graph]
-            _check(layers, model, graph.layers[k].path)
-            made[k] = ChosenLayer(model, layers.groups, plan.mesh)
+            which = graph.layers[k].graph
+            _check(layers, models[which], graph.layers[k].path)
+            made[k] = shared.setdefault(which, ChosenLayer(models[which], layers.groups, plan.mesh))
     if len(made) != len(graph.layers):
         raise RunError(f"the plan has {len(made)} layers, the model {len(graph.layers)}")
     return tuple(made[k] for k in range(len(made)))

@@ -1,6 +1,7 @@
 """Builds a C kernel's library at first use with the machine's own compiler, and keeps it in the user's cache.
 
-The file's name is a hash of everything that goes into it. A rename puts it in place, so several processes may build it at once.
+The file's name is a hash of everything that goes into it. A rename puts it in place, so several processes may build it at once;
+those of one machine wait for the first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from scrimp._cache import cache_folder
 
 SOURCE = Path(__file__).with_name("host_update.c")
 INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
@@ -46,7 +51,7 @@ def load_library(source: Path = SOURCE) -> tuple[ctypes.CDLL, str]:
     name = f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     in_words = (version.strip().splitlines() or [shlex.join(command)])[0]
     try:
-        return _from(_cache(), name, command, source), in_words
+        return _from(cache_folder(), name, command, source), in_words
     except (OSError, RuntimeError):  # the cache is not writable, has no home directory, or is mounted noexec
         pass
     with tempfile.TemporaryDirectory(prefix="scrimp-") as folder:  # once loaded, the file is not needed
@@ -65,27 +70,43 @@ def _texts(source: Path) -> list[str]:
     return [found[path] for path in sorted(found)]
 
 
-def _cache() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "scrimp"
-
-
 def _from(folder: Path, name: str, command: list[str], source: Path) -> ctypes.CDLL:
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        handle, fresh = tempfile.mkstemp(dir=folder, suffix=".so")
-        os.close(handle)
-        try:
-            _run([*command, *FLAGS, str(source), "-o", fresh, "-lm"])
-            os.replace(fresh, path)
-        finally:
-            Path(fresh).unlink(missing_ok=True)
+        with _alone(folder):
+            if not path.exists():  # another process may have built it meanwhile
+                _build(path, command, source)
     try:
         return ctypes.CDLL(str(path))
     except OSError:
         path.unlink(missing_ok=True)
         raise
+
+
+def _build(path: Path, command: list[str], source: Path) -> None:
+    handle, fresh = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        _run([*command, *FLAGS, str(source), "-o", fresh, "-lm"])
+        os.replace(fresh, path)
+    finally:
+        Path(fresh).unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time: the ranks of a machine start together, and one build takes seconds. Where the folder cannot be
+    locked, each builds."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(ImportError, OSError):
+            import fcntl  # not on every system
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # which unlocks
 
 
 def _run(command: list[str]) -> str:

@@ -8,7 +8,7 @@ operator runs. The owners of the engine's own storages (arenas, layer storages, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from scrimp.chunks.meter.dispatch_private import PlainMode, Unseen
-from scrimp.chunks.meter.op_profile import Scale, signature_of
+from scrimp.chunks.meter.op_profile import Scale, Weight, signature_of
 from scrimp.chunks.meter.replayed import Replayed
 from scrimp.ledger import Ledger
 
@@ -36,6 +36,9 @@ class CpuMeter(PlainMode):
         self.peak_nbytes = 0
         self._over = over
         self._scale = Scale()
+        self._entered = 0
+        self._most_live = 0  # since `_learned` began
+        self._given: Any = None  # a storage that the running code may empty
         self._wrapped_nbytes = 0
         self._kind = "temporaries"  # of what operators make now
         self._moves = False  # storages may be emptied
@@ -46,7 +49,12 @@ class CpuMeter(PlainMode):
         self._alive: dict[int, weakref.ref[Any]] = {}  # counted storages, with a callback for when they are freed
         self._self = weakref.ref(self)  # so that the callbacks do not keep the engine alive
 
+    def __enter__(self) -> Any:
+        self._entered += 1
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     def __exit__(self, *exc: Any) -> None:
+        self._entered -= 1
         super().__exit__(*exc)
         wrapped, self._wrapped_nbytes = self._wrapped_nbytes, 0
         self.release(wrapped)
@@ -70,7 +78,7 @@ class CpuMeter(PlainMode):
             self._prepare(self._scale.guess(func, args))
             out, weight = self._scale.weigh(signature, func, args, kwargs)
             self._coming = (weight.out_nbytes, weight.out_shape)
-            self._flash(weight.made_nbytes, self._kind, weight.need_nbytes - weight.made_nbytes)
+            self._flash({self._kind: weight.made_nbytes, "workspace": weight.need_nbytes - weight.made_nbytes})
         else:
             self._coming = (weight.out_nbytes, weight.out_shape)
             self.expect(weight.made_nbytes, self._kind, weight.need_nbytes - weight.made_nbytes)
@@ -94,7 +102,7 @@ class CpuMeter(PlainMode):
         # Otherwise neither the budget nor the ledger's peak is affected.
         if more and (total > self.budget_nbytes or total > self.ledger.peak.nbytes):
             self._prepare(more)
-            self._flash(nbytes, kind, workspace_nbytes)
+            self._flash({kind: nbytes, "workspace": workspace_nbytes})
 
     def aside(self, run: Callable[[], None], nbytes: int) -> None:
         """Run the engine's own arithmetic, which takes `nbytes` while it runs and keeps nothing: many small operators, which are
@@ -104,20 +112,60 @@ class CpuMeter(PlainMode):
         with Unseen():
             run()
 
-    def _flash(self, nbytes: int, kind: str, workspace_nbytes: int) -> None:
-        """Charge and free at once, for memory that lives so briefly that only the peak matters."""
-        self._look_again(nbytes)
-        self.ledger.charge(kind, nbytes)
-        self.ledger.charge("workspace", workspace_nbytes)
+    def as_one(self, key: Hashable, given: torch.Tensor, run: Callable[[], torch.Tensor], kind: str, rest: str) -> torch.Tensor:
+        """Run code as one operator: it is metered operator by operator the first time, and not at all from then on. Its result is
+        of `kind`, what it takes besides of `rest`. It may empty the storage of `given`."""
+        if not self._entered:
+            return run()
+        weight = self._scale.known(key)
+        if weight is None:
+            return self._learned(key, given, run, kind, rest)
+        before, storage = self.live_nbytes, given.untyped_storage()
+        own = min(weight.made_nbytes, weight.out_nbytes)
+        self._prepare(weight.need_nbytes)
+        self._flash({kind: own, rest: weight.made_nbytes - own, "workspace": weight.need_nbytes - weight.made_nbytes})
+        self.peak_nbytes = max(self.peak_nbytes, before + weight.need_nbytes)
+        with Unseen():
+            out = run()
+        if not storage.nbytes():
+            self._freed(storage._cdata)
+        self.count(out, kind)
+        self.mark(out, kind)
+        return out
+
+    def _learned(self, key: Hashable, given: torch.Tensor, run: Callable[[], torch.Tensor], kind: str, rest: str) -> torch.Tensor:
+        """The most that live storages, and all bytes, grow while it runs."""
+        before, peak = self.live_nbytes, self.peak_nbytes
+        self.peak_nbytes = self._most_live = before
+        self._given = given.untyped_storage()
+        try:
+            with self.counting(rest):
+                out = run()
+        finally:
+            need, live = self.peak_nbytes - before, self._most_live - before
+            self.peak_nbytes, self._given = max(peak, self.peak_nbytes), None
+        self.mark(out, kind)
+        made = 0 if out.untyped_storage()._cdata == given.untyped_storage()._cdata else out.untyped_storage().nbytes()
+        self._scale.learn(key, Weight(need, 0, live, made))
+        return out
+
+    def _flash(self, nbytes: dict[str, int]) -> None:
+        """Charge and free at once, by kind, for memory that lives so briefly that only the peak matters."""
+        self._look_again(sum(nbytes.values()) - nbytes.get("workspace", 0))
+        for kind, size in nbytes.items():
+            self.ledger.charge(kind, size)
         try:
             if self.ledger.total_nbytes > self.budget_nbytes:
                 self._over(False)
         finally:
-            self.ledger.free("workspace", workspace_nbytes)
-            self.ledger.free(kind, nbytes)
+            for kind, size in nbytes.items():
+                self.ledger.free(kind, size)
 
     def _look_again(self, nbytes: int) -> None:
         """Before so many bytes raise the peak: a storage that was donated to a move is empty by now, which no operator tells."""
+        if self._given is not None and not self._given.nbytes():
+            self._freed(self._given._cdata)
+            self._given = None
         if not self._moves or self.ledger.total_nbytes + nbytes <= self.ledger.live_peak.nbytes:
             return
         for key, alive in [*self._alive.items()]:
@@ -153,6 +201,7 @@ class CpuMeter(PlainMode):
         self._known[key] = (kind, nbytes)
         self._shapes[key] = tuple(tensor.shape)
         self.live_nbytes += nbytes
+        self._most_live = max(self._most_live, self.live_nbytes)
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
         self.ledger.charge(kind, nbytes)
         self._alive[key] = weakref.ref(storage, partial(_freed, self._self, key))

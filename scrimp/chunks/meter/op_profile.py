@@ -6,6 +6,7 @@ Shapes, strides and dtypes decide it, so the profile of one call holds for all c
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -58,6 +59,10 @@ class Scale:
             self._most[func] = max(need, self._most.get(func, 0))
         return out, weight
 
+    def learn(self, signature: Hashable, weight: Weight) -> None:
+        """A profile that was measured otherwise, of code that is no operator."""
+        self._keep(signature, weight)
+
     def guess(self, func: Any, args: Any) -> int:
         """For a new signature: the most that the operator took so far, or a multiple of its inputs."""
         return max(GENEROUS * sum(tensor.nbytes for tensor in _tensors(args)), self._most.get(func, 0))
@@ -77,8 +82,10 @@ class Scale:
 
 
 def signature_of(func: Any, args: Any, kwargs: Any) -> Hashable:
-    """What decides how much memory an operator takes. Floats do not, and may differ at every step: all count as one."""
+    """What decides how much memory an operator takes. Floats do not, and may differ at every step: all count as one. Of an
+    operator that communicates, neither do the group, for which torch makes a new object at every call, nor ranks and tags."""
     parts: list[Any] = [func]
+    plain = not _communicates(func)
     for leaf in (*args, *kwargs, *kwargs.values()) if kwargs else args:
         if isinstance(leaf, torch.Tensor):
             parts += _kind(leaf)
@@ -86,9 +93,14 @@ def signature_of(func: Any, args: Any, kwargs: Any) -> Hashable:
             parts.append(len(leaf))
             for part in leaf:
                 parts.append(_kind(part) if isinstance(part, torch.Tensor) else part)
-        else:
+        elif plain:
             parts.append(float if isinstance(leaf, float) else leaf)
     return tuple(parts)
+
+
+@cache
+def _communicates(func: Any) -> bool:
+    return str(func).startswith("c10d.")
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:

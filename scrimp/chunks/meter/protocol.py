@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
@@ -35,8 +35,9 @@ class Meter(Protocol):
     def count(self, tensor: torch.Tensor, kind: str = "temporaries") -> None:
         """Count a storage that the meter did not see being made."""
 
-    def counting(self, kind: str) -> AbstractContextManager[None]:
-        """Inside, storages that operators make are of this kind."""
+    def as_one(self, key: Hashable, given: torch.Tensor, run: Callable[[], torch.Tensor], kind: str, rest: str) -> torch.Tensor:
+        """Run code as one operator, the same for each `key`: its result is of `kind`, what it takes besides of `rest`. It may
+        empty the storage of `given`."""
 
     def mark(self, tensor: torch.Tensor, kind: str) -> None:
         """Change the kind of a counted storage."""

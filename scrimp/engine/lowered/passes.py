@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from scrimp.capture import batch_tensors
 from scrimp.chunks import Meter, Slot, Store, Wire
 from scrimp.engine.lowered.batch import BatchPart, micro_batches, parts_of
 from scrimp.engine.lowered.fault import operation
@@ -33,12 +34,11 @@ class MeteredRanks(Ranks):
     meter: Meter | None = None
 
     def move(self, program: MoveProgram, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
+        run = partial(super().move, program, local, donate=donate)
         if self.meter is None:
-            return super().move(program, local, donate=donate)
-        with self.meter.counting("scratch"):
-            moved = super().move(program, local, donate=donate)
-        self.meter.mark(moved, "moved")
-        return moved
+            return run()
+        owns = local.untyped_storage().nbytes() == local.nbytes  # else it cannot be donated
+        return self.meter.as_one((program.hash, donate, owns, local.stride()), local, run, "moved", "scratch")
 
 
 def taking(engine: weakref.ref[Training]) -> Callable[[int, Slot, torch.Tensor], None]:
@@ -78,8 +78,6 @@ class PlannedPasses:
         self, engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
     ) -> list[Callable[[], torch.Tensor]]:
         """The forward and backward of each micro-batch, which returns the loss of all ranks' parts of it."""
-        from scrimp.capture import batch_tensors  # loads torch's compiler, which only a run with a plan needs
-
         given = batch_tensors(self._model, args, kwargs)
         found = micro_batches(self.program, self.batch, given, self.comm.rank, count)
         return [partial(self._run, engine, part, engine.pending + k) for k, part in enumerate(found)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from scrimp.chunks import DEVICE, Optimizer, Tier, Wire
+from scrimp.engine.lowered.graph import graph_of
 from scrimp.engine.setup.adopt import DEFAULT_CHUNK
 from scrimp.engine.setup.budget import Budget
 from scrimp.engine.setup.initial_placement import Fit
@@ -50,9 +51,7 @@ def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, p
         )
     if optimizer.state != "fp32":
         raise RunError(f"AdamW(state={optimizer.state!r}) under a plan is not possible: plans are made for fp32 states")
-    from scrimp.planner import captured_for  # loads torch's compiler, which only a run with a plan needs
-
-    lowered = lower(plan, captured_for(plan, model))
+    lowered = lower(plan, graph_of(plan, model, wire))
     if wire.world > 1:
         Ranks(plan.mesh, wire.rank, wire.group).agree(digest(lowered), wire.device)
     return Program(plan=plan, lowered=lowered)

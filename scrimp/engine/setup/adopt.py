@@ -6,7 +6,7 @@ parameter that was moved becomes an empty parameter on meta: its memory is free,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -98,8 +98,7 @@ def adopt(model: nn.Module, store: Store, weights: Source | None = None, *, hook
     for index, (entries, left) in enumerate(zip(layers, unmade, strict=True)):
         there = [entry for entry in entries if entry not in left]
         with store.opened(index, write=True) if there else nullcontext():  # one read and write per layer, if it is on disk
-            for entry in there:
-                _adopt(store, entry, entry.parameter if given is None else given.read_parameter(entry.slot.name))
+            _adopt(store, there, (e.parameter if given is None else given.read_parameter(e.slot.name) for e in there))
     for index, left in enumerate(unmade):
         if left:
             with store.opened(index, write=True):
@@ -157,10 +156,12 @@ def _entries(model: nn.Module, store: Store, hooks: Hooks) -> list[list[EmptiedP
     return [[entry(k, slot) for slot in layer.slots] for k, layer in enumerate(store.table.layers)]
 
 
-def _adopt(store: Store, entry: EmptiedParameter, values: torch.Tensor) -> None:
-    store.adopt(entry.layer, entry.slot, store.ranks.from_first(values.detach()))
-    entry.original = emptied(entry.original, entry.slot.name, store.dtype_of(entry.layer))
-    entry.place(entry.original)
+def _adopt(store: Store, entries: list[EmptiedParameter], values: Iterable[torch.Tensor]) -> None:
+    """`values`: of each entry on this rank."""
+    for entry, first in zip(entries, store.ranks.each_from_first(each.detach() for each in values), strict=True):
+        store.adopt(entry.layer, entry.slot, first)
+        entry.original = emptied(entry.original, entry.slot.name, store.dtype_of(entry.layer))
+        entry.place(entry.original)
 
 
 def _make(model: nn.Module, store: Store, entries: list[EmptiedParameter], device: torch.device) -> None:
@@ -173,8 +174,7 @@ def _make(model: nn.Module, store: Store, entries: list[EmptiedParameter], devic
         tensors.update(_buffers_off_meta(model.get_submodule(path), device))
     if made:
         fill(model, made)
-    for entry in entries:
-        _adopt(store, entry, entry.parameter)
+    _adopt(store, entries, (entry.parameter for entry in entries))
 
 
 def _make_buffers(model: nn.Module, given: Match | None) -> None:

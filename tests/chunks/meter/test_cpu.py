@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from scrimp.chunks.meter import op_profile
 from scrimp.chunks.meter.cpu import CpuMeter
 from scrimp.engine import Engine
 from scrimp.errors import FitError
+from scrimp.ledger import Ledger
 from scrimp.zoo.gpt import GPT, GPTConfig
 from tests.engine.test_engine import batches_of, engine_for, least_budget, model_of, traced_peak
 from tests.rank_jobs.moves import most_live
@@ -190,3 +192,66 @@ def test_a_profiler_of_the_users_own_is_left_alone() -> None:
     assert profiled(engine, (HIDDEN,)) > engine.ledger.peak_nbytes + HIDDEN.nbytes / 2  # nothing was weighed, nor remembered
     engine.step(HIDDEN)
     assert profiled(engine, (HIDDEN,)) == pytest.approx(engine.ledger.peak_nbytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("late", "peak"), [(700, 12_000), (2_000, 16_000)])
+def test_code_metered_as_one_operator_counts_the_same_bytes(late: int, peak: int) -> None:
+    """The first time it is metered operator by operator. It empties what it is given before it makes its last buffer."""
+
+    def over(_: bool) -> None:
+        raise AssertionError("there is room")
+
+    def move(given: torch.Tensor) -> torch.Tensor:
+        stage, out = torch.empty(500), torch.empty(1_500)
+        out[:1_000].copy_(given)
+        given.untyped_storage().resize_(0)
+        last = torch.empty(late)
+        del stage, last
+        return out
+
+    ledger, found = Ledger(tier="cpu"), []
+    meter = CpuMeter(ledger, 1 << 20, over)
+    with meter:
+        for _ in range(3):
+            given = torch.zeros(1_000)
+            ledger.reset_peak()
+            meter.reset_peak()
+            out = meter.as_one("move", given, partial(move, given), "moved", "scratch")
+            found.append((ledger.live_peak.nbytes, ledger.peak.nbytes, {**ledger.now}, meter.live_nbytes, meter.reset_peak()))
+            del given, out
+            assert not ledger.total_nbytes
+    assert found == [found[0]] * 3
+    assert found[0][:2] == (peak, peak)
+    assert found[0][2]["moved"] == found[0][3] == 6_000
+    assert meter.as_one("other", torch.zeros(3), lambda: torch.zeros(4), "moved", "scratch").numel() == 4  # outside of a step
+    assert not ledger.total_nbytes
+
+
+def test_what_takes_more_than_the_budget_as_one_operator_does_not_run() -> None:
+    class OverError(Exception):
+        pass
+
+    def over(_: bool) -> None:
+        raise OverError
+
+    ran = []
+
+    def move() -> torch.Tensor:
+        ran.append(1)
+        return torch.empty(1_000)
+
+    meter = CpuMeter(Ledger(tier="cpu"), 1 << 20, over)
+    with meter:
+        given = torch.zeros(1)
+        meter.as_one("move", given, move, "moved", "scratch")
+        with meter.allowing(2_000), pytest.raises(OverError):
+            meter.as_one("move", given, move, "moved", "scratch")
+    assert ran == [1]
+
+
+def test_a_collective_is_profiled_once() -> None:
+    """Whatever the group's object, the peer and the tag."""
+    send = torch.ops.c10d.send.default
+    one, other = (op_profile.signature_of(send, ([torch.zeros(4)], object(), peer, tag), {}) for peer, tag in ((1, 5), (2, 7)))
+    assert one == other
+    assert one != op_profile.signature_of(send, ([torch.zeros(5)], object(), 1, 5), {})
