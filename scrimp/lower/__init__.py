@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.layer_module import LayerModule, module
     from scrimp.lower.model import Lowered, later_axes, lower
-    from scrimp.lower.moves import Communicator, Ranks, local_shape, made_whole
+    from scrimp.lower.moves import Communicator, Ranks, local_shape, made_whole, redistribute
     from scrimp.lower.pipeline import Pipeline
     from scrimp.lower.rest import Rest
     from scrimp.lower.run import Runner
@@ -66,6 +66,7 @@ __all__ = [
     "lower_stages",
     "made_whole",
     "module",
+    "redistribute",
     "shared",
     "summed",
 ]  # fmt: skip
@@ -95,6 +96,7 @@ __getattr__ = lazily(
         "gathered": "scrimp.lower.shards",
         "local_shape": "scrimp.lower.moves",
         "made_whole": "scrimp.lower.moves",
+        "redistribute": "scrimp.lower.moves",
         "shared": "scrimp.lower.shards",
         "summed": "scrimp.lower.shards",
     },

@@ -68,6 +68,7 @@ class PlannedPasses:
         self.program, self.comm, self._model = program, comm, model
         self.batch: dict[str, BatchPart] = parts_of(program, comm.rank)
         self.weights = EngineWeights(program.lowered, comm, store, residents, model, receive, at)
+        self.device_mesh: Any = None  # of `engine.dtensors`
         self._runner = Generated(program.lowered, comm, self.weights, device=store.device)
         self._residents = residents
         self._seed = int(wire.from_first(torch.tensor([torch.initial_seed() & (1 << 62) - 1])))  # rank 0's

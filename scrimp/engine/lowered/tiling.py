@@ -24,9 +24,12 @@ class PlannedTiling:
         start, stop = each.span(each.weight, mesh, rank)
         return flat_tile(whole, each, mesh, rank).view(-1)[start:stop]
 
+    def tile(self, name: str, mine: torch.Tensor) -> torch.Tensor:
+        """The tile in use, from the part that each rank updates: a collective where ranks share a tile."""
+        return gathered(self.comm, mine, self.rest[name], self._over(self.rest[name]))
+
     def whole(self, name: str, mine: torch.Tensor) -> torch.Tensor:
-        each = self.rest[name]
-        return made_whole(self.comm, gathered(self.comm, mine, each, self._over(each)), each.use)
+        return made_whole(self.comm, self.tile(name, mine), self.rest[name].use)
 
     def counts(self, name: str) -> bool:
         return self._first(self.rest[name], self.comm.rank)
