@@ -27,6 +27,8 @@ Receive = Callable[[int, Slot, torch.Tensor], None]
 class EngineWeights:
     """`receive(layer, slot, gradient)` takes a gradient of a micro-batch. `at`: the place of each layer in the store's table."""
 
+    gain = 1  # the factor of the loss whose gradients come here
+
     def __init__(
         self,
         lowered: Lowered,
@@ -108,13 +110,16 @@ class EngineWeights:
     # Gradients.
 
     def accumulate(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> None:
-        each, later = self.rest[name], self.later(name)
-        flat = summed(self.comm, gradient, place, each, each.gradient if later else each.states, later=later, donate=donate)
+        flat = self._summed(name, gradient, place, donate=donate)
         self._seen[name] = self._seen.get(name, 0) + 1
         self._here.append(name)
         self._waiting[name] = self._waiting[name].add_(flat) if name in self._waiting else flat
         if self._complete(name) and (name not in self.lowered.layers[self._layer].read_late or self._own(name)):
             self._deliver(name)
+
+    def _summed(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> torch.Tensor:
+        each, later = self.rest[name], self.later(name)
+        return summed(self.comm, gradient, place, each, each.gradient if later else each.states, later=later, donate=donate)
 
     def _complete(self, name: str) -> bool:
         return self._seen[name] == len(self.lowered.partials[name])
