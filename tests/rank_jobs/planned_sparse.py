@@ -40,7 +40,8 @@ def train(plan: str, name: str, steps: int, settings: dict[str, Any], **others: 
         for slot, piece in _pieces(engine)
     }
     device = engine.ledger.device
-    return state, losses, {"held": held, "now": dict(device.now), "peak": device.live_peak.nbytes, "norm": engine.optimizer.norm}
+    seen = {"held": held, "now": dict(device.now), "peak": device.live_peak.nbytes, "norm": engine.optimizer.norm}
+    return state, losses, {**seen, "sending": engine._run.exchanging.sending_nbytes()}  # type: ignore[attr-defined]
 
 
 def engine_residual(engine: Engine, slot: Slot) -> torch.Tensor:
