@@ -16,7 +16,7 @@ from scrimp import SGD, AdamW, Engine, Mesh, Plan, plan, zoo
 from scrimp.exchange import residual_nbytes
 from scrimp.ext.ranks import pool
 from scrimp.planner import baseline_plan
-from tests.rank_jobs import planned_sparse as jobs
+from tests.rank_jobs.planned import sparse as jobs
 from tests.rank_jobs.sparse import ADAM, LR, MOMENTUM
 
 EVERYTHING = {"density": 1.0, "values": "fp32", "masking": False, "small": 300}
