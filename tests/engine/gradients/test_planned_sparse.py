@@ -155,6 +155,15 @@ def test_micro_batches_are_one_gradient(adam: bool) -> None:
         assert all(torch.equal(value, ran[0][0][key]) for key, value in state.items())
 
 
+@pytest.mark.full
+def test_all_ranks_choose_alike_what_travels_whole() -> None:
+    """Ranks 1 and 3 measured a fast network, and ranks 0 and 2, replicas of them along tp, a slow one."""
+    ran = run(jobs.chooses, plan_of(*TP), "gpt-tiny", FEW)
+    for summed, state in ran:
+        assert summed == [False] * len(summed)
+        assert all(torch.equal(value, ran[0][1][key]) for key, value in state.items())
+
+
 def test_not_a_number_on_one_rank_skips_the_step_on_all() -> None:
     for said, kept, on, skipped in run(jobs.poisoned, plan_of(*TP), "gpt-tiny", FEW):
         assert said == ["step 2: gradient of blocks.1.mlp.up.weight is not finite on rank 1; the update is skipped"]

@@ -6,12 +6,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from scrimp import SGD, Dense, Engine, Memory, Plan, zoo
 from scrimp.chunks import Slot
+from scrimp.engine.gradients import sparse
+from scrimp.exchange import Pace
 from tests.rank_jobs import sparse as plainly
 from tests.rank_jobs.sparse import LR, MOMENTUM, State
 from tests.support import bounds
@@ -80,14 +83,13 @@ def beside_no_plan(plan: str, name: str, steps: int, settings: dict[str, Any], *
 def beside_dense(plan: str, name: str, settings: dict[str, Any]) -> tuple[float, list[float], list[float]]:
     """With everything sent. After one step: the largest difference of a weight from a dense run, as a multiple of the bound that
     counts roundings. After more steps the losses of both."""
-    sparse = engine_of(plan, name, settings)
-    dense = _dense(plan, name)
-    before = {slot.name: piece.master.clone().double() for slot, piece in _pieces(sparse)}
-    with recording(sparse) as gradients:
-        losses = [[float(engine.step(*batch_of(name, 0)))] for engine in (sparse, dense)]
-    group, world = _group(sparse)
+    few, dense = engine_of(plan, name, settings), _dense(plan, name)
+    before = {slot.name: piece.master.clone().double() for slot, piece in _pieces(few)}
+    with recording(few) as gradients:
+        losses = [[float(engine.step(*batch_of(name, 0)))] for engine in (few, dense)]
+    group, world = _group(few)
     worst = 0.0
-    for (slot, mine), (_, theirs) in zip(_pieces(sparse), _pieces(dense), strict=True):
+    for (slot, mine), (_, theirs) in zip(_pieces(few), _pieces(dense), strict=True):
         size = gradients[slot.name].abs()  # of the summands
         dist.all_reduce(size, group=group)
         size = LR * size / world
@@ -95,7 +97,7 @@ def beside_dense(plan: str, name: str, settings: dict[str, Any]) -> tuple[float,
         bound = 2 * bounds.gamma(world + bounds.UPDATE) * (before[slot.name].abs() + size)
         worst = max(worst, bounds.excess(mine.master, theirs.master, bound))
     for step in range(1, 6):
-        for engine, into in zip((sparse, dense), losses, strict=True):
+        for engine, into in zip((few, dense), losses, strict=True):
             into.append(float(engine.step(*batch_of(name, step))))
     return worst, *losses
 
@@ -234,3 +236,13 @@ def loads(plan: str | None, name: str, settings: dict[str, Any], folder: str, **
         warnings.simplefilter("always")
         engine.load(folder)
     return [str(each.message) for each in caught], {key: bool(value.any()) for key, value in plainly._residuals(engine).items()}
+
+
+def chooses(plan: str, name: str, settings: dict[str, Any]) -> tuple[list[bool], State]:
+    """As if ranks had measured different networks: which layers travel whole, and the weights after some steps."""
+    pace = Pace(network=1e12 if dist.get_rank() % 2 else 1e6, selecting=1e8)
+    with patch.object(sparse, "measure_pace", lambda *_: pace):
+        engine = engine_of(plan, name, {**settings, "choose": True})
+    for step in range(3):
+        engine.step(*batch_of(name, step))
+    return engine._run.exchanging._summed, dict(engine.iter_state())  # type: ignore[attr-defined]
