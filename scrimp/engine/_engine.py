@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from scrimp.exchange import Dense, Sparse
 from scrimp.layout import Mesh
 from scrimp.ledger import Books
 from scrimp.planner import Plan
+
+if TYPE_CHECKING:
+    from scrimp.engine.lowered.dtensors import DTensors
 
 
 class Engine:
@@ -186,6 +189,15 @@ class Engine:
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in fp32 by every name it has, then every buffer; every rank gets all of them, one at a time."""
         return self._run.iter_state()
+
+    def dtensors(self) -> DTensors:
+        """Under a plan: every parameter as a `torch.distributed.tensor.DTensor`, by every name it has, for your own tools.
+
+        They are copies in fp32, as in `state_dict`, on a `DeviceMesh` with the plan's axes. Each is split as operators use it;
+        ranks gather only what is sharded further between steps. DTensor cannot express a split of an inner factor of a dim
+        (`[(-)(x),-]`), nor axes in another order than the mesh's: such a dim is replicated. `.placements` says so.
+        """
+        return self._run.dtensors()
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint: weights, master weights, optimizer states, step, random state and the settings of all groups.

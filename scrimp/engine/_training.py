@@ -39,10 +39,12 @@ from scrimp.engine.entry.optimizer_handle import Handle
 from scrimp.engine.entry.rank_calls import Calls, begin_call, naming_calls
 from scrimp.engine.gradients.dense import DenseExchange
 from scrimp.engine.gradients.planned import PlannedExchange
+from scrimp.engine.gradients.planned_sparse import PlannedSparseExchange, sparse_nbytes
 from scrimp.engine.gradients.protocol import Exchange
 from scrimp.engine.gradients.sparse import SparseExchange
 from scrimp.engine.lowered.passes import MeteredRanks, PlannedPasses, taking
 from scrimp.engine.lowered.program import check_arguments, micro_batches_of, places_of, program_of
+from scrimp.engine.lowered.sparse_axis import exchanging_ranks
 from scrimp.engine.lowered.table import planned_table
 from scrimp.engine.lowered.tiling import PlannedTiling
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
@@ -103,7 +105,7 @@ class Training(Between, Accumulating):
         check_model(model)
         optimizer, memory, mesh = optimizer_of(optimizer), memory_of(memory), mesh_of(mesh)
         if plan is not None:
-            check_arguments(plan, activations=activations, mesh=mesh, loss=loss, chunk_numel=chunk_numel, exchange=exchange)
+            check_arguments(plan, activations=activations, mesh=mesh, loss=loss, chunk_numel=chunk_numel)
             micro_batches = micro_batches_of(plan, micro_batches)
         ways = activations_of(activations, RunError)
         check_settings(precision, micro_batches, ways, clip_norm)
@@ -131,11 +133,13 @@ class Training(Between, Accumulating):
         program = None if plan is None else program_of(plan, model, self.wire, settings, precision)
         comm = None if plan is None else MeteredRanks(plan.mesh, self.wire.rank, self.wire.group)
         if program is None or comm is None:
-            sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
+            sharing, across = who_shares(self.wire, mesh, exchange)
             table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
         else:
-            sharing, across = Wire(), Wire()
+            sharing = Wire()
             table, at = planned_table(program.lowered, self.wire.rank, str(DTYPES[precision]).removeprefix("torch."))
+            axis, across = exchanging_ranks(program.lowered, exchange, self.wire)
+            more_nbytes = sparse_nbytes(table, exchange, across.world, self.device)
         groups = settings_by_group(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         self.rules = Rules(groups)
         self.fit = Fit(
@@ -157,7 +161,7 @@ class Training(Between, Accumulating):
             books=self.ledger,
             wire=sharing,
             ranks=self.wire,
-            places=self.fit.places() if program is None else places_of(program, self.budget, self.fit, len(table.layers)),
+            places=self.fit.places() if program is None else places_of(program, self.budget, self.fit, table, more_nbytes),
             disk=self.budget.disk,
             sparse=isinstance(exchange, Sparse),
             host_room_nbytes=self.fit.room_nbytes,
@@ -200,9 +204,10 @@ class Training(Between, Accumulating):
             self.passes = EagerPasses(self.residents)
         else:
             receive = taking(weakref.ref(self))
-            self.passes = PlannedPasses(program, comm, self.store, self.residents, model, self.wire, receive, at)
+            self.passes = PlannedPasses(program, comm, self.store, self.residents, model, self.wire, receive, at, axis)
             comm.meter = self.meter
-        sparse = SparseExchange(exchange, self.store, self.rules, across) if isinstance(exchange, Sparse) else None
+        make = SparseExchange if program is None else PlannedSparseExchange
+        sparse = make(exchange, self.store, self.rules, across) if isinstance(exchange, Sparse) else None
         self.exchanging: Exchange = sparse or (DenseExchange() if program is None else PlannedExchange())
         self.planning = Planning(
             self.store,

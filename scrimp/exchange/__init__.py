@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from scrimp.exchange._select import select_topk, take
     from scrimp.exchange._select_fused import FusedExchange, device_selection, scratch_nbytes, why_no_device_selection
     from scrimp.exchange._settings import AUTO, RESIDUAL_PLACES, Dense, Sparse, density_at
-    from scrimp.exchange._sparse_or_dense import measure_pace, sparse_pays
+    from scrimp.exchange._sparse_or_dense import Pace, measure_pace, sparse_pays
 
 __all__ = [
     "AUTO", "PRESENT", "RESIDUAL_KINDS", "RESIDUAL_PLACES", "Adaptive", "Bucket", "BucketedExchange", "Dense",
-    "ErrorFeedback", "FusedExchange", "Member", "Momentum", "Part", "Residual", "RowTopK", "Rule", "Sparse", "all_finite",
+    "ErrorFeedback", "FusedExchange", "Member", "Momentum", "Pace", "Part", "Residual", "RowTopK", "Rule", "Sparse", "all_finite",
     "average_onto", "density_at", "device_selection", "feedback_pieces", "finite", "host_selection", "largest_piece",
     "mean_pieces", "measure_pace", "pack", "plan_bucket", "plan_buckets", "put_part", "residual", "residual_nbytes",
     "residual_of", "residual_tensors", "row_error", "row_topk", "scratch_nbytes", "seal", "select_topk", "sparse_pays",
@@ -95,6 +95,7 @@ __getattr__ = lazily(
         "Dense": "scrimp.exchange._settings",
         "Sparse": "scrimp.exchange._settings",
         "density_at": "scrimp.exchange._settings",
+        "Pace": "scrimp.exchange._sparse_or_dense",
         "measure_pace": "scrimp.exchange._sparse_or_dense",
         "sparse_pays": "scrimp.exchange._sparse_or_dense",
     },

@@ -43,6 +43,9 @@ class Sparse:
     computes from each rank's own gradients, which works for language models too. "gradient": of the gradients, with the optimizer
     after the exchange, which converges worse with Adam.
 
+    `axis`: under a plan, the mesh axis whose ranks exchange. The plan must replicate weights and states of all trained parameters
+    along it. If just one axis is possible, it need not be given. Without a plan ranks exchange over the first axis of the mesh.
+
     Every rank has all weights and states, and the moments of its own gradients. The best learning rate may differ from that of a
     dense run, and is often twice as large.
 
@@ -62,6 +65,7 @@ class Sparse:
     check_every: int = 100
     choose: bool = True
     of: str = "update"
+    axis: str | None = None
 
     def __post_init__(self) -> None:
         if self.residual == WEIGHT:

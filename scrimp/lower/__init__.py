@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.layer_module import LayerModule, module
     from scrimp.lower.model import Lowered, later_axes, lower
-    from scrimp.lower.moves import Communicator, Ranks, local_shape, made_whole
+    from scrimp.lower.moves import Communicator, Ranks, local_shape, made_whole, redistribute
     from scrimp.lower.pipeline import Pipeline
     from scrimp.lower.run import Runner
     from scrimp.lower.source import Generated
@@ -74,6 +74,7 @@ __all__ = [
     "lower_stages",
     "made_whole",
     "module",
+    "redistribute",
     "shared",
     "shared_together",
     "summed",
@@ -111,6 +112,7 @@ __getattr__ = lazily(
         "gathered": "scrimp.lower.weights.tiles",
         "local_shape": "scrimp.lower.moves",
         "made_whole": "scrimp.lower.moves",
+        "redistribute": "scrimp.lower.moves",
         "shared": "scrimp.lower.weights.tiles",
         "summed": "scrimp.lower.weights.tiles",
     },

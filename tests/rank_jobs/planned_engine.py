@@ -162,3 +162,23 @@ def start(plan: str, name: str, rows: int, folder: str, *, switch: str = "1", st
             os.environ.pop(each, None)
             if value is not None:
                 os.environ[each] = value
+
+
+def as_dtensors(plan: str, name: str, rows: int) -> dict[str, tuple[bool, bool, tuple[str, ...], bool]]:
+    """After a step, of each parameter by each name: whether `full_tensor` has the bits of the engine's state; whether a second
+    call gave an equal local tensor; its placements; whether it is on the engine's mesh."""
+    engine = engine_of(plan, name, {})
+    engine.step(*zoo.example_batch(name, rows))
+    found, again, mesh = engine.dtensors(), engine.dtensors(), Plan.from_json(plan).mesh
+    state = {key: value for key, value in engine.iter_state() if key in found}
+    assert found.keys() == state.keys()
+    assert all(each.device_mesh is again[key].device_mesh for key, each in found.items())
+    return {
+        key: (
+            torch.equal(each.full_tensor(), state[key]),
+            torch.equal(each.to_local(), again[key].to_local()),
+            tuple(map(str, each.placements)),
+            each.device_mesh.mesh_dim_names == mesh.names and each.dtype == torch.float32,
+        )
+        for key, each in found.items()
+    }

@@ -29,9 +29,9 @@ State = dict[str, torch.Tensor]
 def engine_of(name: str, settings: dict[str, Any], *, seed: int = 0, placement: str = "device", **others: Any) -> Engine:
     torch.manual_seed(seed)
     optimizer = others.pop("optimizer", SGD(lr=LR, momentum=MOMENTUM))
-    others = {"precision": "fp32", **others}
+    others = {"precision": "fp32", "memory": Memory(device="1GiB"), **others}
     exchange = Sparse(**{"choose": False, **settings})
-    engine = Engine(zoo.build(name), optimizer=optimizer, memory=Memory(device="1GiB"), device="cpu", exchange=exchange, **others)
+    engine = Engine(zoo.build(name), optimizer=optimizer, device="cpu", exchange=exchange, **others)
     if placement == "host":
         engine._run.planning._on_device = frozenset()
     return engine

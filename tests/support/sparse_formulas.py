@@ -8,6 +8,7 @@ rounds off. All else is judged by bounds that count roundings.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,8 +46,15 @@ def _copied(engine: Engine) -> tuple[State, State]:
 
 
 class Oracle:
-    def __init__(self, name: str, density: float, small: int, *, adam: bool, raw: bool, clip: float | None) -> None:
+    """`group`: the ranks that exchange, `world` of them. `counted`: if ranks hold parts of parameters, whether this rank's part
+    counts for the norm."""
+
+    def __init__(
+        self, name: str, density: float, small: int, *, adam: bool, raw: bool, clip: float | None, group: Any = None,
+        counted: Callable[[str], bool] | None = None,
+    ) -> None:  # fmt: skip
         self.model = zoo.build(name)
+        self.group, self.world, self.counted = group, dist.get_world_size(group), counted
         self.density, self.small, self.adam, self.raw, self.clip = density, small, adam, raw, clip
         self.lr = LR / 50 if adam else LR
         names = [key for key, _ in self.model.named_parameters()]
@@ -58,27 +66,38 @@ class Oracle:
         self.model.load_state_dict(before[0])
         self.model.zero_grad()
         self.model(*batch).backward()
+        gradients = {key: parameter.grad.flatten().double() for key, parameter in self.model.named_parameters()}  # type: ignore[union-attr]
+        return self.judge(step, gradients, before, after, norm)
+
+    def judge(
+        self, step: int, gradients: Mapping[str, torch.Tensor], before: tuple[State, State], after: tuple[State, State],
+        norm: float | None,
+    ) -> list[str]:  # fmt: skip
+        """What is wrong with a step in which this rank had these gradients, flat and in fp64."""
         wrong: list[str] = []
         means = {}  # of what all ranks sent: the mean, its error
-        for key, parameter in self.model.named_parameters():
-            assert parameter.grad is not None
-            gradient = parameter.grad.flatten().double()
-            if parameter.numel() < self.small:
+        for key, gradient in gradients.items():
+            if gradient.numel() < self.small:
                 values = gradient.bfloat16().double()
                 sent, error = values, 0 * values
             else:
                 sent, error, said = self._sent(key, gradient, step, before[1][key].double(), after[1][key].double())
                 wrong += [f"{key}: {words}" for words in said]
-            world = dist.get_world_size()
-            means[key] = (_mean(sent), _mean(error) + bounds.mean_error(world, _mean(sent.abs())))
+            means[key] = (self._mean(sent), self._mean(error) + bounds.mean_error(self.world, self._mean(sent.abs())))
         scale = 1.0
         if self.clip is not None:
             assert norm is not None
             rates = {key: 1.0 if mean.numel() < self.small else self.lr for key, (mean, _) in means.items()}
-            rows, errors = (torch.cat([pair[k] / rates[key] for key, pair in means.items()]) for k in range(2))
-            limit = float(bounds.gamma(rows.numel()) * rows.norm() + errors.norm())
-            if abs(norm - float(rows.norm())) > limit:
-                wrong.append(f"the norm is {norm}, not {float(rows.norm())} within {limit}")
+            parts = {key: pair for key, pair in means.items() if self.counted is None or self.counted(key)}
+            rows, errors = (
+                torch.cat([pair[k] / rates[key] for key, pair in parts.items()] or [torch.zeros(0)]) for k in range(2)
+            )
+            sums = torch.stack([rows.norm() ** 2, errors.norm() ** 2, torch.tensor(float(rows.numel()))]).double()
+            if self.counted is not None:
+                dist.all_reduce(sums)
+            want, limit = float(sums[0].sqrt()), float(bounds.gamma(int(sums[2])) * sums[0].sqrt() + sums[1].sqrt())
+            if abs(norm - want) > limit:
+                wrong.append(f"the norm is {norm}, not {want} within {limit}")
             scale = min(1.0, self.clip / (norm + 1e-6))
         for key, (mean, error) in means.items():
             update, off = scale * mean, scale * error
@@ -86,7 +105,7 @@ class Oracle:
                 self.rules[key].add(update, off)
                 update, off = self.rules[key].update(self.lr, step + 1)
             kept = before[0][key].double().flatten() * (1 - self.lr * DECAY if self.adam else 1)
-            bound = off + bounds.gamma(3 + dist.get_world_size()) * (kept.abs() + update.abs() + off)
+            bound = off + bounds.gamma(3 + self.world) * (kept.abs() + update.abs() + off)
             times = bounds.excess(after[0][key].flatten(), kept - update, bound)
             if not times <= 1:
                 wrong.append(f"{key}: weights are off by {times:.3g} times their bound")
@@ -120,8 +139,7 @@ class Oracle:
             rule.moment, rule.size, rule.off = (torch.as_tensor(t) * ~chosen for t in (rule.moment, rule.size, rule.off))
         return (whole - left) * chosen, error * chosen, wrong
 
-
-def _mean(tensor: torch.Tensor) -> torch.Tensor:
-    total = tensor.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+    def _mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.group)
+        return total / self.world

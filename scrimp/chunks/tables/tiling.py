@@ -29,3 +29,6 @@ class Tiling(Protocol):
     def extent(self, name: str, rank: int) -> tuple[Box, int, int] | None:
         """The tile of a rank, and [start, stop) of its elements, flat, that the rank updates. None if another rank, the first of
         them, updates the same."""
+
+    def label(self, name: str, rank: int) -> str:
+        """Tells the parts that ranks update of a parameter apart: equal for replicas, and empty for all of the parameter."""

@@ -20,6 +20,7 @@ from scrimp.errors import RunError
 
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
+    from scrimp.engine.lowered.dtensors import DTensors
 
 
 class Between:
@@ -61,6 +62,13 @@ class Between:
             if self._whole.wire.rank == 0:
                 state[name] = tensor
         return state
+
+    def dtensors(self) -> DTensors:
+        from scrimp.engine.lowered.dtensors import dtensors  # loads DTensor, which nothing else needs
+
+        begin_call(self._whole, "dtensors")
+        with naming_calls(self._whole):
+            return dtensors(self._whole)
 
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         begin_call(self._whole, "iter_state")

@@ -31,7 +31,9 @@ from scrimp.move import default_store
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
 
-NAMES = ("step", "backward", "update", "evaluate", "state_dict", "iter_state", "save", "load", "full_parameters", "close")
+NAMES = (
+    "step", "backward", "update", "evaluate", "state_dict", "iter_state", "save", "load", "full_parameters", "close", "dtensors",
+)  # fmt: skip
 AT_ONCE = {"step", "backward"}  # these do not wait for the other ranks here
 WITH_GRADIENTS = {"backward", "update", "load", "close"}  # these may come between backward and update
 KEPT = 8  # calls that a rank's record has: other ranks may be that many calls behind

@@ -26,14 +26,17 @@ class Arrivals:
 
     def norm(self, came: BucketedExchange, shares: Iterable[Share], step: int) -> float:
         """Global gradient norm of all received packets. Residuals contain the learning rate, so it is divided out."""
-        total = torch.zeros((), dtype=torch.float64)
+        total, tiling = torch.zeros((), dtype=torch.float64), self.store.tiling
         for share in shares:
+            if tiling is not None and not tiling.counts(share.slot.name):
+                continue  # another rank counts it
             rows, bucket, part = came.rows(share.name)
             lr = 1.0 if part.whole or self._raw else float(rate(self.rules.of(share.slot.name, step), step))
             for _, mean in mean_pieces(rows, bucket, part) if lr else ():
                 norm = torch.linalg.vector_norm(mean, dtype=torch.float64).cpu() / lr
                 total += norm * norm
-        return float(self.store.wire.sum(total.view(1)).sqrt())  # over the ranks that shard model data
+        wire = self.store.wire if tiling is None else self.store.ranks  # the ranks that shard model data
+        return float(wire.sum(total.view(1)).sqrt())
 
     def apply(self, engine: Training, came: BucketedExchange, layer: int, shares: list[Share], scale: float) -> None:
         """Apply a layer's packets once all have arrived, or when the layer is fetched; `scale` is the clipping factor."""

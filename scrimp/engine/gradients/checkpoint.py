@@ -2,9 +2,11 @@
 
     exchange.residual.KEY.NAME      of each rank, in its file
     exchange.state-K.NAME           optimizer states of each rank but the first, whose states are in the checkpoint proper
+    exchange.position               of each rank: its number among the ranks that it exchanges with, and that of their group
 
 A residual is one rank's share of an update that is averaged over the ranks. So when the number of ranks changes, each residual is
 scaled by new ranks / old ranks, and those of missing ranks are divided among all: the sum of pending updates stays the same.
+Under a plan NAME also says which part of the parameter it is of, so that residuals are not read as those of another part.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 PREFIX = "exchange."
+POSITION = f"{PREFIX}position"
 
 
-def tensors(exchange: SparseExchange, rank: int) -> Iterator[Named]:
+def tensors(exchange: SparseExchange, rank: int, group: int) -> Iterator[Named]:
     """Tensors that this rank writes; `rank` is its index among the ranks it exchanges with. No update may be running."""
+    position = torch.tensor([rank, group])
+    yield POSITION, position.dtype, (2,), position.clone
     for layer, share in exchange.with_residual():
         rest = exchange.residuals.of(share.name)
         for key, tensor in rest.tensors.items():
@@ -38,7 +43,29 @@ def tensors(exchange: SparseExchange, rank: int) -> Iterator[Named]:
 
 
 def is_sparse(files: list[Any]) -> bool:
-    return any(name.startswith(PREFIX) for file in files for name in file.keys())  # noqa: SIM118 - a file handle is no dict
+    return any(name.startswith(f"{PREFIX}residual.") for file in files for name in file.keys())  # noqa: SIM118 - a file handle is no dict
+
+
+def partners(exchange: SparseExchange, files: list[Any]) -> list[Any]:
+    """The files of ranks that exchanged with each other, and have this rank's parts; if there are several such groups, because
+    their ranks were replicas, the first of them. None if an old checkpoint does not say it, or no group has these parts."""
+    wanted = {share.name for _, share in exchange.with_residual()}
+    groups: dict[int, list[tuple[int, Any]]] = {}
+    for file in files:
+        if POSITION not in file.keys():  # noqa: SIM118 - a file handle is no dict
+            return []
+        rank, group = file.get_tensor(POSITION).tolist()
+        groups.setdefault(group, []).append((rank, file))
+    for _, members in sorted(groups.items()):
+        found = [file for _, file in sorted(members, key=lambda member: member[0])]
+        if wanted <= _parts(found[0]):
+            return found
+    return []
+
+
+def _parts(file: Any) -> set[str]:
+    """Names of the parts whose residuals a file has."""
+    return {name.split(".", 3)[3] for name in file.keys() if name.startswith(f"{PREFIX}residual.")}  # noqa: SIM118
 
 
 def load(exchange: SparseExchange, files: list[Any], rank: int, world: int) -> None:
@@ -46,7 +73,7 @@ def load(exchange: SparseExchange, files: list[Any], rank: int, world: int) -> N
     wanted = {f"{PREFIX}residual.{key}.{share.name}" for _, share in exchange.with_residual() for key in ("codes", "values")}
     present = {name for file in files[:1] for name in file.keys()}  # noqa: SIM118 - a file handle is no dict
     found = wanted & present
-    left = {name.split(".", 3)[3] for name in present if name.startswith(f"{PREFIX}residual.")}
+    left = {name for file in files[:1] for name in _parts(file)}
     left -= {share.name for _, share in exchange.with_residual()}
     if left and len(found) == sum(1 for _ in exchange.with_residual()):
         warn(f"{len(left)} parameters are now exchanged dense, such as {min(left)}: their saved residuals are dropped")

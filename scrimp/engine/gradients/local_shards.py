@@ -1,7 +1,8 @@
 """The pieces of trained parameters that this rank exchanges: those in its own shards of the model data.
 
 A rank that holds the whole model has one piece per parameter. If the ranks of a node shard the model, each rank exchanges with
-the ranks of the same position in other nodes.
+the ranks of the same position in other nodes. Under a plan each rank exchanges its share of its tile with the ranks that have the
+same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def shares_of(store: Store) -> list[list[Share]]:
         here = []
         for slot in space.slots:
             for index, spans in enumerate(store.shards.pieces(layer, slot) if slot.trainable else ()):
-                name = slot.name if store.wire.world == 1 else f"{slot.name}@{spans.inside.start}"
+                part = "" if store.wire.world == 1 else f"@{spans.inside.start}"
+                if store.tiling is not None:
+                    part = store.tiling.label(slot.name, store.ranks.rank)
+                name = f"{slot.name}{part}"
                 here.append(Share(slot=slot, index=index, name=name, numel=spans.inside.stop - spans.inside.start))
         found.append(here)
     return found

@@ -19,7 +19,7 @@ from scrimp._warnings import warn
 from scrimp.checkpoint import Named
 from scrimp.chunks import DEVICE, DTYPES, SGD, AdamW, Opened, Piece, Rules, Slot, Store, Wire, Worker, rate
 from scrimp.engine.gradients.apply import Arrivals
-from scrimp.engine.gradients.checkpoint import load, tensors
+from scrimp.engine.gradients.checkpoint import load, partners, tensors
 from scrimp.engine.gradients.local_shards import Share, shares_of
 from scrimp.engine.gradients.replica_check import compare_replicas
 from scrimp.engine.gradients.residuals import Residuals
@@ -31,6 +31,7 @@ from scrimp.exchange import (
     ErrorFeedback,
     Member,
     Momentum,
+    Pace,
     Rule,
     Sparse,
     finite,
@@ -57,8 +58,9 @@ class SparseExchange:
         self._of_slot = {share.slot.name: share for shares in self._trained for share in shares}  # where a slot has one share
         self._here = {share.slot.name for shares in self._trained for share in shares}  # other ranks of the node have the rest
         self._wire = wire
+        self._group = store.wire.rank  # the number of the group of ranks that `wire` is
         itemsize, density = DTYPES[settings.values].itemsize, settings.density
-        self.pace = measure_pace(wire, store.device, density) if settings.choose and density < 1 else None
+        self.pace = self._measured_pace() if settings.choose and density < 1 else None
         self._summed = [
             self.pace is not None
             and sum(share.numel for share in shares) >= settings.small
@@ -84,6 +86,9 @@ class SparseExchange:
         self._comm = Worker("the exchange of gradients")
         self._close = weakref.finalize(self, _end, self._comm, self._wire)  # at exit too: the thread must not outlive torch
         self._round: BucketedExchange | None = None
+
+    def _measured_pace(self) -> Pace:
+        return measure_pace(self._wire, self.store.device, self.settings.density)
 
     # In the order of a step.
 
@@ -111,7 +116,10 @@ class SparseExchange:
         engine.residents.before_receiving(layer)
         if not self._at_once(layer):
             self.store.receive(layer, slot, gradient, first=first)
-            return
+        else:
+            self._consume(engine, layer, slot, gradient, first=first)
+
+    def _consume(self, engine: Training, layer: int, slot: Slot, gradient: torch.Tensor, *, first: bool) -> None:
         share = self._of_slot[slot.name]
         if engine.micro_batches == 1 and share.numel < self.settings.small:
             self._small.setdefault(layer, []).append((share, gradient))  # batched: one call each would cost as much as all
@@ -121,6 +129,9 @@ class SparseExchange:
     def retire(self, engine: Training, layer: int, arrived: list[tuple[Slot, bool]]) -> None:
         """All of a layer's gradients of this micro-batch have arrived, each with whether it is the first of its slot."""
         self.store.retire(layer, arrived)
+        self._retired(engine, layer)
+
+    def _retired(self, engine: Training, layer: int) -> None:
         if not engine.current.last_part:
             return
         if self._at_once(layer):
@@ -179,7 +190,7 @@ class SparseExchange:
         """Tensors that a checkpoint needs in addition to those of the store: residuals, and states of all but one rank."""
         self.store.wait()
         self.store.copy_streams.settle()  # the device writes residuals on the host
-        return tensors(self, engine.wire.rank // self.store.wire.world)
+        return tensors(self, self._wire.rank, self._group)
 
     def load(self, engine: Training, files: list[Any]) -> None:
         """Restore from the checkpoint files of all ranks."""
@@ -187,9 +198,8 @@ class SparseExchange:
         self._close.detach()
         self._comm.close()  # and discard its error, if it had one
         self._start_threads()
-        gpus = self.store.wire.world
-        node, place = divmod(engine.wire.rank, gpus)
-        load(self, files[place::gpus], node, engine.wire.world // gpus)
+        likely = files[self.store.wire.rank :: self.store.wire.world]
+        load(self, partners(self, files) or likely, self._wire.rank, self._wire.world)
 
     def with_residual(self) -> Iterator[tuple[int, Share]]:
         """Layers and shares that have a residual."""
@@ -201,13 +211,7 @@ class SparseExchange:
         self._close()
 
     def sending_nbytes(self) -> int:
-        """Peak device bytes of sending if all layers are placed there: rows sent and received, and the scratch of selecting
-        entries."""
-        settings, world = self.settings, self._wire.world
-        plan = plan_buckets((*self._members(),), settings.density_at(0), DTYPES[settings.values], settings.small)
-        rows = sum(bucket.nbytes for _, _, bucket in plan) * (1 if world == 1 else 1 + world)
-        largest = max((share.numel for shares in self._trained for share in shares), default=0)
-        return rows + LOOKING_NBYTES * self._selected_numel(largest)
+        return sending_nbytes(self.settings, (*self._members(),), self._wire.world, self.store.device)
 
     def _selected_numel(self, numel: int) -> int:
         """Elements that the selection handles at a time."""
@@ -378,6 +382,15 @@ class SparseExchange:
                 if share.name in going.present and not going.part(share.name).whole:
                     self._kept(share, share.piece(data), engine.steps).give_back(*going.mine(share.name))
         restore_all(self.store, engine.current.arrived.values())
+
+
+def sending_nbytes(settings: Sparse, members: tuple[Member, ...], world: int, device: torch.device) -> int:
+    """Peak device bytes of sending if all layers are placed there: rows sent and received, and the scratch of selecting
+    entries."""
+    plan = plan_buckets(members, settings.density_at(0), DTYPES[settings.values], settings.small)
+    rows = sum(bucket.nbytes for _, _, bucket in plan) * (1 if world == 1 else 1 + world)
+    largest = max((numel for member in members for _, numel in member.sizes), default=0)
+    return rows + LOOKING_NBYTES * largest_piece(largest, device)
 
 
 def _end(comm: Worker, wire: Wire) -> None:

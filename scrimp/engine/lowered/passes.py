@@ -16,6 +16,7 @@ from scrimp.chunks import Meter, Slot, Store, Wire
 from scrimp.engine.lowered.batch import BatchPart, micro_batches, parts_of
 from scrimp.engine.lowered.fault import operation
 from scrimp.engine.lowered.program import Program
+from scrimp.engine.lowered.sparse_weights import SparseWeights
 from scrimp.engine.lowered.weights import EngineWeights
 from scrimp.engine.lowered.whole_weights import WholeWeights
 from scrimp.engine.step.batch import to_device
@@ -53,7 +54,8 @@ def taking(engine: weakref.ref[Training]) -> Callable[[int, Slot, torch.Tensor],
 
 
 class PlannedPasses:
-    """`batch`: this rank's part of each tensor. `weights`: also tells the exchange what is left to be summed."""
+    """`batch`: this rank's part of each tensor. `weights`: also tells the exchange what is left to be summed. `axis`: of a sparse
+    exchange."""
 
     def __init__(
         self,
@@ -65,10 +67,13 @@ class PlannedPasses:
         wire: Wire,
         receive: Callable[[int, Slot, torch.Tensor], None],
         at: tuple[int, ...],
+        axis: str | None = None,
     ) -> None:
         self.program, self.comm, self._model = program, comm, model
         self.batch: dict[str, BatchPart] = parts_of(program, comm.rank)
-        self.weights = EngineWeights(program.lowered, comm, store, residents, model, receive, at)
+        of = EngineWeights if axis is None else partial(SparseWeights, axis=axis)
+        self.weights = of(program.lowered, comm, store, residents, model, receive, at)
+        self.device_mesh: Any = None  # of `engine.dtensors`
         self._runner = Generated(program.lowered, comm, self.weights, device=store.device)
         self._residents = residents
         self._paths = tuple(layer.path for layer in store.table.layers)
@@ -118,7 +123,7 @@ class PlannedPasses:
             value = loss.detach().clone()
             self._residents.enter(Phase.BACKWARD)
             try:
-                scale = engine.loss_scale.value / engine.micro_batches
+                scale = self.weights.gain * engine.loss_scale.value / engine.micro_batches
                 self._runner.backward(saved, {where: torch.full_like(loss, scale)})
             finally:
                 self._residents.enter(Phase.FORWARD)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from scrimp.chunks import DEVICE, Optimizer, Tier, Wire
+from scrimp.chunks import DEVICE, ChunkTable, Optimizer, Tier, Wire
 from scrimp.engine.lowered.graph import graph_of
 from scrimp.engine.setup.adopt import DEFAULT_CHUNK
 from scrimp.engine.setup.budget import Budget
 from scrimp.engine.setup.initial_placement import Fit
 from scrimp.engine.setup.validate import OPTIMIZERS
 from scrimp.errors import RunError
-from scrimp.exchange import Dense, Sparse
 from scrimp.lower import Lowered, Ranks, digest, lower
 from scrimp.planner import Plan
 
@@ -57,9 +56,7 @@ def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, p
     return Program(plan=plan, lowered=lowered)
 
 
-def check_arguments(
-    plan: Plan, *, activations: object, mesh: object, loss: object, chunk_numel: int, exchange: Dense | Sparse | None
-) -> None:
+def check_arguments(plan: Plan, *, activations: object, mesh: object, loss: object, chunk_numel: int) -> None:
     """Raises if a setting is given that the plan decides."""
     if activations != "auto":
         raise RunError(f"activations={activations!r}: under a plan each operator's activations are kept as the plan says")
@@ -67,8 +64,6 @@ def check_arguments(
         raise RunError(f"mesh={str(mesh)!r}, and the plan's is '{plan.mesh}': leave it out")
     if loss is not None:
         raise RunError("loss=...: a plan has the operators up to the loss that the model returns; plan a model that returns it")
-    if isinstance(exchange, Sparse):
-        raise RunError("exchange=Sparse(...) under a plan is not possible yet: a plan's gradients are summed where the plan says")
     if chunk_numel != DEFAULT_CHUNK:
         raise RunError(f"chunk_numel={chunk_numel}: under a plan model data is sharded as the plan says, not in chunks")
 
@@ -81,8 +76,8 @@ def micro_batches_of(plan: Plan, given: int = 1) -> int:
     return planned
 
 
-def places_of(program: Program, budget: Budget, fit: Fit, layers: int) -> list[Tier]:
-    """All on the device if the plan fits there; else as without a plan."""
-    if program.plan.memory.peak_nbytes <= budget.plan_nbytes:
-        return [DEVICE] * layers
+def places_of(program: Program, budget: Budget, fit: Fit, table: ChunkTable, more_nbytes: int) -> list[Tier]:
+    """All on the device if the plan fits there, with what comes on top of it; else as without a plan."""
+    if program.plan.memory.peak_nbytes + more_nbytes <= budget.plan_nbytes:
+        return [DEVICE] * len(table.layers)
     return fit.places()

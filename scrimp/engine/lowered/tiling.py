@@ -24,9 +24,12 @@ class PlannedTiling:
         start, stop = each.span(each.weight, mesh, rank)
         return flat_tile(whole, each, mesh, rank).view(-1)[start:stop]
 
+    def tile(self, name: str, mine: torch.Tensor) -> torch.Tensor:
+        """The tile in use, from the part that each rank updates: a collective where ranks share a tile."""
+        return gathered(self.comm, mine, self.rest[name], self._over(self.rest[name]))
+
     def whole(self, name: str, mine: torch.Tensor) -> torch.Tensor:
-        each = self.rest[name]
-        return made_whole(self.comm, gathered(self.comm, mine, each, self._over(each)), each.use)
+        return made_whole(self.comm, self.tile(name, mine), self.rest[name].use)
 
     def counts(self, name: str) -> bool:
         return self._first(self.rest[name], self.comm.rank)
@@ -35,15 +38,25 @@ class PlannedTiling:
         each, mesh = self.rest[name], self.comm.mesh
         if not self._first(each, rank):
             return None
-        box = []
+        start, stop = each.span(self._over(each), mesh, rank)
+        most = each.tile_numel(mesh)
+        return self._box(each, rank), min(start, most), min(stop, most)
+
+    def label(self, name: str, rank: int) -> str:
+        each = self.rest[name]
+        box, (start, stop) = self._box(each, rank), each.span(self._over(each), self.comm.mesh, rank)
+        if all(length == size for size, _, length in box) and (start, stop) == (0, prod(each.shape)):
+            return ""
+        return "@" + "*".join(f"{first}+{length}of{size}" for size, first, length in box) + f"[{start}:{stop}]"
+
+    def _box(self, each: Rest, rank: int) -> Box:
+        box, mesh = [], self.comm.mesh
         for size, axes in (factor for dim in each.use.dims for factor in dim):
             count, index = prod(mesh.axis_size(axis) for axis in axes), 0
             for axis in axes:
                 index = index * mesh.axis_size(axis) + mesh.coordinate(rank, axis)
             box.append((size, index * (size // count), size // count))
-        start, stop = each.span(self._over(each), mesh, rank)
-        most = each.tile_numel(mesh)
-        return tuple(box), min(start, most), min(stop, most)
+        return tuple(box)
 
     def _over(self, each: Rest) -> tuple[str, ...]:
         """The axes over which what a rank updates is sharded. A frozen weight has no states; its share of the weight counts."""

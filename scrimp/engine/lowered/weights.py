@@ -39,6 +39,8 @@ Receive = Callable[[int, Slot, torch.Tensor], None]
 class EngineWeights:
     """`receive(layer, slot, gradient)` takes a gradient of a micro-batch. `at`: the place of each layer in the store's table."""
 
+    gain = 1  # the factor of the loss whose gradients come here
+
     def __init__(
         self,
         lowered: Lowered,
@@ -145,18 +147,26 @@ class EngineWeights:
 
     def accumulate(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> None:
         self.comm.note(self._number[name])
-        found = self._together.sum(name, gradient, place, donate=donate)
+        found = self._sums(name, gradient, place, donate=donate)
         del gradient
         while found:
             each, flat = found.pop()
             self._seen[each] = self._seen.get(each, 0) + 1
             self._here.append(each)
-            if self._own(each):
-                self._receive(*self.places[each], flat)  # summands are added where gradients are accumulated
+            if self._adds_up(each):
+                self._receive(*self.places[each], flat)
                 continue
             self._waiting[each] = self._waiting[each].add_(flat) if each in self._waiting else flat
-            if self._complete(each) and each not in self.lowered.layers[self._layer].read_late:
+            if self._complete(each) and (each not in self.lowered.layers[self._layer].read_late or self._own(each)):
                 self._deliver(each)
+
+    def _sums(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> list[tuple[str, torch.Tensor]]:
+        """Takes a gradient. Returns those that are summed now, as flat shares."""
+        return self._together.sum(name, gradient, place, donate=donate)
+
+    def _adds_up(self, name: str) -> bool:
+        """Whether the summands of a weight that several layers use are added where gradients are accumulated."""
+        return self._own(name)
 
     def _complete(self, name: str) -> bool:
         return self._seen[name] == len(self.lowered.partials[name])

@@ -362,7 +362,8 @@ class Planning:
     def _partners(self) -> Wire:
         """The ranks that plan together. Once a rank that holds the whole model has chosen its placements, it plans alone, so
         that no rank waits for others before a step."""
-        alone = self.store.sparse and self.store.wire.world == 1 and self._on_device is not None
+        whole = self.store.wire.world == 1 and self.store.tiling is None
+        alone = self.store.sparse and whole and self._on_device is not None
         return self.store.wire if alone else self.store.ranks
 
     def _largest(self, trace: list[ScheduleStep]) -> list[ScheduleStep]:

@@ -16,6 +16,7 @@ from torch import nn
 from scrimp.chunks import Rates, Wire
 from scrimp.engine.setup.budget import Budget
 from scrimp.errors import MoveError, RunError
+from scrimp.exchange import Dense, Sparse
 from scrimp.layout import Mesh
 from scrimp.move import end_group, group_timeout
 
@@ -45,19 +46,24 @@ def separate(wire: Wire) -> Wire:
 
 
 def leave(wire: Wire) -> None:
-    """End a group that `separate` or `nodes` made. Its gloo threads would poll for messages a hundred times a second, used or
+    """End a group that `separate` or `along` made. Its gloo threads would poll for messages a hundred times a second, used or
     not."""
     if wire.group is not None and dist.is_initialized():
         with suppress(ValueError, AssertionError):  # the user has already destroyed all groups
             end_group(wire.group)
 
 
-def who_shares(wire: Wire, mesh: Mesh | None, *, sparse: bool) -> tuple[Wire, Wire]:
-    """The ranks that shard model data with this one, and those of its sparse exchange, which has a separate group."""
+def who_shares(wire: Wire, mesh: Mesh | None, exchange: Dense | Sparse | None) -> tuple[Wire, Wire]:
+    """Without a plan: the ranks that shard model data with this one, and those of its sparse exchange, which has a separate
+    group."""
     if mesh is not None and mesh.size != wire.world:
         raise RunError(f"{mesh} has {mesh.size} ranks, and {wire.world} are here")
-    if not sparse:
+    if not isinstance(exchange, Sparse):
         return wire, Wire()
+    if exchange.axis not in (None, *(mesh.names[:1] if mesh is not None else ())):
+        raise RunError(
+            f"Sparse(axis={exchange.axis!r}): without a plan ranks exchange over the first axis of Engine(mesh=...); leave it out"
+        )
     if mesh is None or len(mesh.axes) == 1:
         return Wire(), separate(wire)
     if len(mesh.axes) != 2:
@@ -67,17 +73,21 @@ def who_shares(wire: Wire, mesh: Mesh | None, *, sparse: bool) -> tuple[Wire, Wi
 
 def nodes(wire: Wire, mesh: Mesh) -> tuple[Wire, Wire]:
     """For a mesh of nodes and GPUs, row by row: the ranks of this node, and those of the same position in all nodes."""
-    here, across = Wire(), Wire()
-    (_, count), (_, gpus) = mesh.axes
-    timeout = group_timeout(dist.group.WORLD, wire.device) if wire.world > 1 else None
-    rows = [[node * gpus + place for place in range(gpus)] for node in range(count)]
-    columns = [[node * gpus + place for node in range(count)] for place in range(gpus)]
-    for ranks in [*rows, *columns] if wire.world > 1 else ():  # every rank must create every group
-        group = dist.new_group(ranks, timeout=timeout)
-        if wire.rank in ranks and len(ranks) > 1:
-            made = Wire(world=len(ranks), rank=ranks.index(wire.rank), group=group, device=wire.device)
-            here, across = (made, across) if ranks in rows else (here, made)
-    return here, across
+    node, gpu = mesh.names
+    return along(wire, mesh, gpu), along(wire, mesh, node)
+
+
+def along(wire: Wire, mesh: Mesh, axis: str) -> Wire:
+    """The ranks that differ from this one along one axis of the mesh only, in a separate group."""
+    found = Wire()
+    if mesh.axis_size(axis) == 1:
+        return found
+    timeout = group_timeout(dist.group.WORLD, wire.device)
+    for ranks in sorted({mesh.group(rank, (axis,)) for rank in range(mesh.size)}):  # every rank must create every group
+        group = dist.new_group([*ranks], timeout=timeout)
+        if wire.rank in ranks:
+            found = Wire(world=len(ranks), rank=ranks.index(wire.rank), group=group, device=wire.device)
+    return found
 
 
 def agreed(wire: Wire, rates: Rates) -> Rates:

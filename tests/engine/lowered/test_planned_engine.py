@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from scrimp import AdamW, Engine, Sparse, plan, zoo
+from scrimp import AdamW, Engine, plan, zoo
 from scrimp.ext.ranks import pool
 from tests.engine.lowered.test_planned_steps import ROWS, plainly
 from tests.lower.test_ranks import planned
@@ -111,11 +111,6 @@ def test_micro_batches_are_accumulated(by_hand: bool) -> None:
     wanted.append(float(plain(*zoo.example_batch("gpt-tiny", ROWS // 2, step=0)).detach()))
     for losses in run(4, "accumulates", found.to_json(), "gpt-tiny", ROWS, 2):
         assert losses == pytest.approx(wanted, rel=1e-4)
-
-
-def test_sparse_exchange_is_refused() -> None:
-    for said in run(4, "refused", plan_of("gpt-tiny", "x=2,y=2", "least"), "gpt-tiny", ROWS, exchange=Sparse(density=0.01)):
-        assert said.startswith("RunError: exchange=Sparse(...) under a plan is not possible yet")
 
 
 def test_not_a_number_on_one_rank_skips_the_step_on_all() -> None:
