@@ -22,7 +22,7 @@ from scrimp.lower import digest, lower
 from tests.engine.lowered.test_planned_steps import ROWS
 from tests.lower.test_ranks import planned
 
-NAMES = ["gpt-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "moe-tiny", "resnet-tiny"]
+NAMES = ["gpt-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny"]
 
 
 @pytest.fixture(autouse=True)
