@@ -41,10 +41,10 @@ from scrimp.engine.gradients.dense import DenseExchange
 from scrimp.engine.gradients.planned import PlannedExchange
 from scrimp.engine.gradients.protocol import Exchange
 from scrimp.engine.gradients.sparse import SparseExchange
-from scrimp.engine.lowered.passes import MeteredRanks, PlannedPasses, taking
-from scrimp.engine.lowered.program import check_arguments, micro_batches_of, places_of, program_of
+from scrimp.engine.lowered.passes import PlannedPasses, taking
+from scrimp.engine.lowered.program import check_arguments, micro_batches_of, places_of
+from scrimp.engine.lowered.rank import planned_rank
 from scrimp.engine.lowered.table import planned_table
-from scrimp.engine.lowered.tiling import PlannedTiling
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
 from scrimp.engine.schedule.planned import Planned
 from scrimp.engine.schedule.planning import Planning
@@ -128,14 +128,13 @@ class Training(Between, Accumulating):
         self.seconds = 0.0  # wall time of the last step
         self.host_seconds = (0.0, 0.0)  # of the last step: seconds the host worker was busy, seconds others waited for it
         rates = agreed(self.wire, measure_rates(self.device))
-        program = None if plan is None else program_of(plan, model, self.wire, settings, precision)
-        comm = None if plan is None else MeteredRanks(plan.mesh, self.wire.rank, self.wire.group)
-        if program is None or comm is None:
+        planned = None if plan is None else planned_rank(plan, model, self.wire, settings, precision, self.device)
+        if planned is None:
             sharing, across = who_shares(self.wire, mesh, sparse=isinstance(exchange, Sparse))
             table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
         else:
             sharing, across = Wire(), Wire()
-            table, at = planned_table(program.lowered, self.wire.rank, str(DTYPES[precision]).removeprefix("torch."))
+            table, at = planned_table(planned.program, str(DTYPES[precision]).removeprefix("torch."))
         groups = settings_by_group(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         self.rules = Rules(groups)
         self.fit = Fit(
@@ -157,11 +156,11 @@ class Training(Between, Accumulating):
             books=self.ledger,
             wire=sharing,
             ranks=self.wire,
-            places=self.fit.places() if program is None else places_of(program, self.budget, self.fit, len(table.layers)),
+            places=self.fit.places() if planned is None else places_of(planned.program, self.budget, self.fit, len(table.layers)),
             disk=self.budget.disk,
             sparse=isinstance(exchange, Sparse),
             host_room_nbytes=self.fit.room_nbytes,
-            tiling=None if program is None or comm is None else PlannedTiling(program.lowered.rest, comm),
+            tiling=None if planned is None else planned.tiling,
         )
         self.meter: Meter
         if self.device.type == "cuda":
@@ -192,18 +191,16 @@ class Training(Between, Accumulating):
         self.residents = Residents(self.store, self.meter, self._retire, self.interrupts.check)
         self._metering = MeteringPolicy(self.meter, self.ledger.device)
         self.recompute = Recompute()
-        for whole in self.weights.values() if program is not None else ():
+        for whole in self.weights.values() if planned is not None else ():
             self.meter.ignore(whole)
         self.passes: EagerPasses | PlannedPasses
-        if program is None or comm is None:
+        if planned is None:
             wrap_layers(model, self.residents, self.recompute)
             self.passes = EagerPasses(self.residents)
         else:
-            receive = taking(weakref.ref(self))
-            self.passes = PlannedPasses(program, comm, self.store, self.residents, model, self.wire, receive, at)
-            comm.meter = self.meter
+            self.passes = planned.passes(self.store, self.residents, model, taking(weakref.ref(self)), at)
         sparse = SparseExchange(exchange, self.store, self.rules, across) if isinstance(exchange, Sparse) else None
-        self.exchanging: Exchange = sparse or (DenseExchange() if program is None else PlannedExchange())
+        self.exchanging: Exchange = sparse or (DenseExchange() if planned is None else PlannedExchange())
         self.planning = Planning(
             self.store,
             self.recompute,
@@ -214,13 +211,14 @@ class Training(Between, Accumulating):
             streaming=self.updating.streaming,
             residuals=sparse.residuals if sparse is not None else None,
             sending_nbytes=sparse.sending_nbytes() if sparse is not None else 0,
+            stage=None if planned is None else planned.stage,
         )
         self.updating.saw = self.planning.saw_update
         self.closed = False
         self.broken: str | None = None  # why the weights are not those of any step
         self.current = StepContext(traffic=astuple(self.store.traffic))  # of the step that runs, or of the last one
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
-            if parameter.requires_grad and program is None:
+            if parameter.requires_grad and planned is None:
                 parameter.register_post_accumulate_grad_hook(receiving(weakref.ref(self)))  # type: ignore[no-untyped-call]
         self.meta_parameters = MetaParameters(model, self.weights, taken, self._hooks, self.device)
         of_name = dict(model.named_parameters(remove_duplicate=False))
@@ -287,7 +285,7 @@ class Training(Between, Accumulating):
                     self.residents.retire_rest()
                 traced, schedule_steps = self.residents.end_step()
                 self.current.trace = schedule_steps if self._metering.learn(plan, schedule_steps, traced=traced) else None
-                if not self.current.arrived:
+                if not self.current.arrived and self.passes.trains:
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
             raise self.named_error(error) from error
@@ -323,8 +321,10 @@ class Training(Between, Accumulating):
     def take(self, layer: int, slot: Slot, gradient: torch.Tensor) -> None:
         """Receive a gradient of a planned step, flat; the residents hear of it when its layer's backward is done."""
         self.interrupts.check()
+        first = slot.name not in self.current.arrived
+        self.current.arrived[slot.name] = (layer, slot)  # before the exchange, so that an error undoes it too
         with self.residents.quietly():
-            self.exchanging.receive(self, layer, slot, gradient, first=slot.name not in self.current.arrived)
+            self.exchanging.receive(self, layer, slot, gradient, first=first)
             self.current.part_arrived.add(slot.name)
 
     def _retire(self, layer: int, slots: list[Slot]) -> None:
@@ -362,9 +362,12 @@ class Training(Between, Accumulating):
 
     # Parts.
 
-    def in_order(self) -> list[tuple[int, Slot]]:
-        """The gradients that arrived, in the model's order, so that the order of sums does not depend on the order of arrival."""
-        return sorted(self.current.arrived.values(), key=lambda place: self._order[place[1].name])
+    def in_order(self, *, every: bool = False) -> list[tuple[int, Slot]]:
+        """The gradients that arrived, in the model's order, so that the order of sums does not depend on the order of arrival.
+        `every`: those of all trained parameters."""
+        trained = ((k, slot) for k, layer in enumerate(self.store.table.layers) for slot in layer.slots if slot.trainable)
+        places = trained if every else self.current.arrived.values()
+        return sorted(places, key=lambda place: self._order[place[1].name])
 
     def named_error(self, error: MoveError) -> RunError:
         return RunError(f"rank {self.wire.rank}, step {self.steps}, {self.residents.place()}: {error}")

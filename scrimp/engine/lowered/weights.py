@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from scrimp.chunks import Slot, Store
+from scrimp.engine.lowered.program import Part
 from scrimp.engine.step.input_offload import on_host
 from scrimp.engine.step.residency import Residents
-from scrimp.lower import Communicator, Lowered, Rest, gathered, later_axes, made_whole, shared, summed
+from scrimp.lower import Communicator, Rest, gathered, later_axes, made_whole, shared, summed
 from scrimp.planner import Placed
 
 Receive = Callable[[int, Slot, torch.Tensor], None]
@@ -29,7 +30,7 @@ class EngineWeights:
 
     def __init__(
         self,
-        lowered: Lowered,
+        lowered: Part,
         comm: Communicator,
         store: Store,
         residents: Residents,
@@ -43,7 +44,7 @@ class EngineWeights:
         self.places = {slot.name: (k, slot) for k, layer in enumerate(store.table.layers) for slot in layer.slots}
         self.updates = 0  # of the weights, so far
         self._receive, self._at = receive, at
-        self._later = later_axes((lowered,), accumulated=store.micro_batches > 1)
+        self._later = later_axes(lowered.pieces, accumulated=store.micro_batches > 1)
         self._fresh: dict[int, tuple[int, int]] = {}  # by layer: the update and the fetch after which all shares were gathered
         self._waiting: dict[str, torch.Tensor] = {}  # gradients whose weights are still read, or of which more summands come
         self._seen: dict[str, int] = {}  # summands of this backward, so far
@@ -92,7 +93,7 @@ class EngineWeights:
 
     def _refresh(self, layer: int) -> None:
         """Gathers the shares of a layer's weights that other ranks have updated."""
-        slots = [slot for slot in self._data.table.layers[layer].slots if slot.trainable]
+        slots = [slot for slot in self._data.table.layers[layer].slots if slot.trainable and slot.held]
         stale = [slot for slot in slots if self.rest[slot.name].weight != self.rest[slot.name].states]
         now = (self.updates, self._data.fetches[layer])
         if not stale or not self.updates or self._fresh.get(layer) == now:
@@ -113,7 +114,7 @@ class EngineWeights:
         self._seen[name] = self._seen.get(name, 0) + 1
         self._here.append(name)
         self._waiting[name] = self._waiting[name].add_(flat) if name in self._waiting else flat
-        if self._complete(name) and (name not in self.lowered.layers[self._layer].read_late or self._own(name)):
+        if self._own(name) or (self._complete(name) and name not in self.lowered.layers[self._layer].read_late):
             self._deliver(name)
 
     def _complete(self, name: str) -> bool:
@@ -165,7 +166,7 @@ class EngineWeights:
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         streams = self._data.copy_streams
-        here = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._data.device)
+        here = torch.empty_like(tensor, device=self._data.device)  # in the same order, without what lies between rows of a view
         streams.wait(streams.up(here, tensor))
         self._data.traffic.up_nbytes += tensor.nbytes
         return here
