@@ -11,6 +11,7 @@ from scrimp.errors import MoveError, RunError
 from scrimp.move.run.comm import raw_bytes
 
 TAGS = 1 << 28  # apart from those of moves, and of the user
+SPREAD = 1 << 27
 
 
 class Handle:
@@ -42,8 +43,19 @@ class Peers:
         return Handle(dist.irecv(_bytes(tensor), other, tag=TAGS + tag), f"a tensor from rank {other} of stage {stage}")
 
     def spread(self, tensor: torch.Tensor, stage: int) -> None:
-        """Overwrites a tensor with that of the first rank of a stage, on every rank."""
-        dist.broadcast(_bytes(tensor), stage * self.size)
+        """Overwrites a tensor with that of the first rank of a stage, on every rank: along a binomial tree from there. Not by
+        torch's broadcast, whose thread still holds the tensor for a moment when it is there."""
+        root, world = stage * self.size, dist.get_world_size()
+        mine = (dist.get_rank() - root) % world
+
+        def at(number: int) -> tuple[int, int]:
+            return divmod((number + root) % world, self.size)
+
+        if mine:
+            self.receive(tensor, *at(mine - (1 << mine.bit_length() - 1)), SPREAD).wait()
+        below = [mine + (1 << bit) for bit in range(mine.bit_length(), world.bit_length()) if mine + (1 << bit) < world]
+        for handle in [self.send(tensor, *at(number), SPREAD) for number in below]:
+            handle.wait()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,10 +34,10 @@ def build(family: str, dim: int = 32) -> nn.Module:
     return transformers.T5ForConditionalGeneration(config).train()  # type: ignore[no-any-return]
 
 
-def batch_for(family: str, rows: int, dim: int = 32) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
+def batch_for(family: str, rows: int, dim: int = 32, step: int = 0) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
     if family != "t5":
-        return zoo.example_batch(f"{family}-tiny", rows, layers=LAYERS, dim=dim)  # type: ignore[no-any-return]
-    tokens = torch.randint(0, 64, (rows, 16), generator=torch.Generator().manual_seed(0))
+        return zoo.example_batch(f"{family}-tiny", rows, step=step, layers=LAYERS, dim=dim)  # type: ignore[no-any-return]
+    tokens = torch.randint(0, 64, (rows, 16), generator=torch.Generator().manual_seed(step))
     return {"input_ids": tokens, "labels": tokens.flip(1).contiguous()}
 
 
