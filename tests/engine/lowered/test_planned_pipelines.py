@@ -22,7 +22,7 @@ JOBS, TRAIN = "tests.rank_jobs.staged_engine", "tests.rank_jobs.planned_engine:t
 LR, MOMENTUM = 1e-2, 0.9  # of SGD
 EIGHT = {"layers": 8}
 Case = tuple[str, int, int, str, int, str]  # family, stages, pieces a stage, mesh, hidden size, optimizer
-QUICK: list[Case] = [("gpt", 2, 1, "x=1", 32, "adamw"), ("llama", 2, 2, "x=2", 32, "adamw")]
+QUICK: list[Case] = [("gpt", 2, 1, "x=1", 32, "adamw"), ("gpt", 2, 2, "x=2", 32, "sgd")]
 FULL: list[Case] = [
     *((family, stages, v, mesh, 32, "adamw") for family in ("gpt", "llama", "t5", "moe")
       for stages, v, mesh in ((2, 1, "x=2"), (2, 2, "x=1"), (4, 1, "x=1"), (4, 1, "x=2"), (4, 2, "x=2"), (2, 2, "x=2,y=2"))),
@@ -31,6 +31,10 @@ FULL: list[Case] = [
     *((family, stages, v, mesh, 32, "sgd") for family in ("gpt", "llama", "t5")
       for stages, v, mesh in ((2, 1, "x=2"), (4, 2, "x=1"), (2, 2, "x=2,y=2"))),
 ]  # fmt: skip
+
+
+def called(case: Case) -> str:
+    return "-".join(map(str, case))
 
 
 def named(family: str, dim: int = 32) -> tuple[str, dict[str, Any]]:
@@ -108,13 +112,13 @@ def check(case: Case) -> None:
         assert least * predicted <= peak <= 1.01 * predicted, f"stage {s}: {ledger['kinds']}, planned {stage.memory.where}"
 
 
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize("case", QUICK, ids=called)
 def test_stages_train_as_one_process(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", FULL)
+@pytest.mark.parametrize("case", FULL, ids=called)
 def test_more_stages_train_as_one_process(case: Case) -> None:
     check(case)
 
@@ -156,15 +160,14 @@ def test_the_norm_counts_each_weight_once_and_clipping_is_exact() -> None:
     model = model_of(*named("gpt"))
     model(*batch_for("gpt", ROWS)).backward()
     wanted = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-    own = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    own.step()
-    case = ("gpt", 2, 2, "x=2", 32, "sgd")
-    ran = run(plan_of(case), TRAIN, *named("gpt"), ROWS, 1, clip_norm=0.1)
+    torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM).step()
+    ran = run(plan_of(QUICK[1]), TRAIN, *named("gpt"), ROWS, 1, clip_norm=0.1)
     for _, _, ledger in ran:
         assert ledger["norm"] == pytest.approx(wanted, rel=1e-5)
     for name, weight in model.named_parameters():
         # The gradient is off by 1e-5 of its norm of at most 0.1, the factor by 1e-5, and the weight is rounded twice.
-        assert float((ran[0][1][name] - weight).norm()) <= 2e-5 * LR * 0.1 + 2 * U * float(weight.norm()), name
+        off = float((ran[0][1][name] - weight.detach()).norm())
+        assert off <= 2e-5 * LR * 0.1 + 2 * U * float(weight.detach().norm()), name
 
 
 # Between steps.
@@ -189,7 +192,7 @@ def test_every_rank_reads_and_edits_the_weights_of_all_stages() -> None:
 
 
 CHECKPOINTS: list[tuple[Case, list[Case | tuple[str, str]]]] = [
-    (("gpt", 2, 1, "x=1", 32, "adamw"), [("gpt", 2, 2, "x=2", 32, "adamw"), ("x=2", "zero-2")]),
+    (("gpt", 2, 1, "x=1", 32, "adamw"), [("x=2", "zero-2")]),
     (("gpt", 2, 2, "x=2", 32, "adamw"), [("gpt", 4, 1, "x=1", 32, "adamw"), ("gpt", 2, 1, "x=1", 32, "adamw"), ("x=4", "least")]),
     (("gpt", 4, 1, "x=2", 32, "adamw"), [("gpt", 2, 1, "x=2", 32, "adamw"), ("x=2,y=2", "tp-sp-dist-opt")]),
 ]
@@ -252,7 +255,7 @@ def test_what_cannot_be_done_under_stages_is_refused_with_the_remedy() -> None:
         assert parts["tokens"] == ((8, 32), (8, 32), (slice(0, 8), slice(0, 32)))
 
 
-def test_another_number_of_ranks_or_a_gpu_is_refused() -> None:
+def test_another_number_of_ranks_is_refused() -> None:
     plan = plan_of(QUICK[0])
     for said in pool(4).run(f"{JOBS}:refused", plan.to_json(), *named("gpt")):
         assert said.startswith("RunError: the plan is for 2 ranks (2 stages of 1 ranks, x=1), and 4 are here")
