@@ -44,7 +44,7 @@ class Peers:
 
     def spread(self, tensor: torch.Tensor, stage: int) -> None:
         """Overwrites a tensor with that of the first rank of a stage, on every rank: along a binomial tree from there. Not by
-        torch's broadcast, whose thread still holds the tensor for a moment when it is there."""
+        torch's broadcast, whose thread may still hold the tensor when the call has returned."""
         root, world = stage * self.size, dist.get_world_size()
         mine = (dist.get_rank() - root) % world
 

@@ -18,7 +18,7 @@ from tests.support.bounds import U
 from tests.support.lowering.staged import batch_for, planned
 
 ROWS, MICRO, STEPS = 8, 4, 3
-JOBS, TRAIN = "tests.rank_jobs.staged_engine", "tests.rank_jobs.planned_engine:train"
+JOBS, TRAIN = "tests.rank_jobs.staged", "tests.rank_jobs.planned_engine:train"
 LR, MOMENTUM = 1e-2, 0.9  # of SGD
 EIGHT = {"layers": 8}
 Case = tuple[str, int, int, str, int, str]  # family, stages, pieces a stage, mesh, hidden size, optimizer
