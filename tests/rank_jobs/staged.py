@@ -1,5 +1,5 @@
-"""Plans with pipeline stages on real ranks: one step, its oracle (torch.distributed.pipelining, with autograd, on the same pieces of
-a GPT), and what an engine does besides stepping."""
+"""Plans with pipeline stages on real ranks: one step, its oracle (torch.distributed.pipelining, with autograd, on the same pieces
+of a GPT), and what an engine does besides stepping."""
 
 from __future__ import annotations
 

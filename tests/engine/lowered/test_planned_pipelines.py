@@ -123,6 +123,18 @@ def test_more_stages_train_as_one_process(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.full
+def test_stages_train_in_bf16_as_an_engine_without_a_plan() -> None:
+    """A weight has 8 bits: two ways of rounding differ by no more than a few of 2**-9 after a few steps."""
+    name, settings = named("gpt")
+    plan = planned(model_of(name, settings), batch_for("gpt", ROWS), "x=1", 2, MICRO, 1, precision="bf16", time_limit=4)
+    alone = Engine(model_of(name, settings), optimizer=AdamW(lr=1e-3), precision="bf16", device="cpu", micro_batches=MICRO)
+    wanted = [float(alone.step(*batch_for("gpt", ROWS, step=step))) for step in range(STEPS)]
+    for losses, _, ledger in run(plan, TRAIN, name, settings, ROWS, STEPS):
+        assert losses == pytest.approx(wanted, rel=4 * 2**-9)
+        assert ledger["norm"] == pytest.approx(alone.optimizer.norm, rel=0.05)
+
+
 # Weights.
 
 TIED: list[tuple[Case, str]] = [

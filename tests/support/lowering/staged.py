@@ -45,8 +45,8 @@ def planned(model: nn.Module, batch: Any, mesh: str, stages: int, micro_batches:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return plan(
-            model, batch, f"{stages * Mesh.parse(mesh).size}xCPU", mesh=mesh, precision="fp32", stages=stages,
-            micro_batches=micro_batches, interleave=interleave, **{"time_limit": 8, "gap": 0.05, **settings},
+            model, batch, f"{stages * Mesh.parse(mesh).size}xCPU", mesh=mesh, stages=stages, micro_batches=micro_batches,
+            interleave=interleave, **{"precision": "fp32", "time_limit": 8, "gap": 0.05, **settings},
         )  # fmt: skip
 
 
