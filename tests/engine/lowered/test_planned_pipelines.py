@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from scrimp import SGD, AdamW, Engine, Plan, zoo
-from scrimp.ext.ranks import pool
+from scrimp.ext.ranks import RankFailure, RankPool, pool
 from tests.lower import test_ranks
 from tests.rank_jobs.planned_engine import model_of
 from tests.support.bounds import U
@@ -255,6 +255,19 @@ def test_a_budget_below_the_plan_uses_host_and_disk(on_disk: bool, tmp_path: Pat
     for losses, tiers, _ in run(plan_of(QUICK[0]), "tiered", *named("gpt"), ROWS, 4, 0.9, disk):
         assert losses == pytest.approx(wanted, rel=1e-4)
         assert "host" in tiers
+
+
+@pytest.mark.full
+def test_a_stage_that_does_not_fit_says_so_and_the_others_stop_in_time() -> None:
+    """A tenth of the plan's peak is less than what the first layer's forward takes, with its weights on the host."""
+    with RankPool(2, timeout_seconds=60, collective_timeout_seconds=5) as ranks:
+        with pytest.raises(RankFailure) as caught:
+            ranks.run(f"{JOBS}:tiered", plan_of(QUICK[0]).to_json(), *named("gpt"), ROWS, 1, 0.1, None)
+        first, second = (caught.value.failures[rank] for rank in (0, 1))
+    assert "FitError: step 0 needs" in first
+    assert "This is pipeline stage 0, for which the plan predicts a peak of" in first
+    assert "RunError: rank 1, step 0" in second
+    assert "a tensor from rank 0 of stage 0 did not arrive" in second
 
 
 def test_what_cannot_be_done_under_stages_is_refused_with_the_remedy() -> None:
