@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
-from scrimp import Engine, Memory, Plan, RunError, zoo
+from scrimp import AdamW, Engine, Memory, Plan, RunError, zoo
 from scrimp.capture import from_json
 from scrimp.engine.lowered.weights import EngineWeights
 from scrimp.errors import FitError
@@ -166,6 +166,53 @@ def by_hand(plan: str, name: str, settings: dict[str, Any], rows: int) -> tuple[
     engine, batch = engine_of(plan, name, settings), zoo.example_batch(name, rows, **settings)
     parts = {key: (part.of, part.shape, part.index) for key, part in engine.batch_part.items()}
     return _said(engine.backward, *batch), _said(engine.update), _said(engine.step, *(each[:2] for each in batch)), parts
+
+
+class Residual(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(dim, dim), nn.BatchNorm1d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x)).relu()
+
+
+class Odd(nn.Module):
+    """A model with running statistics, frozen parameters in its first layers, and one that no operator uses."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, dim), nn.Linear(dim, 1)
+        self.blocks = nn.ModuleList(Residual(dim) for _ in range(4))
+        self.unused = nn.Parameter(torch.ones(3))
+        for parameter in (*self.first.parameters(), *self.blocks[:2].parameters()):
+            parameter.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return (self.last(x) - y).square().mean()
+
+
+def odd() -> Odd:
+    torch.manual_seed(0)
+    return Odd()
+
+
+def odd_batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(8, 8, generator=random), torch.randn(8, 1, generator=random)
+
+
+def trained(engine: Engine, steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Losses of steps, the loss of an evaluation with the running statistics, and the state."""
+    losses = [float(engine.step(*odd_batch(step))) for step in range(steps)]
+    return losses, float(engine.evaluate(*odd_batch(steps))), dict(engine.iter_state())
+
+
+def train_odd(plan: str, steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
+    return trained(Engine(odd(), plan=Plan.from_json(plan), optimizer=AdamW(lr=1e-3), precision="fp32", device="cpu"), steps)
 
 
 def refused(plan: str, name: str, settings: dict[str, Any], **options: Any) -> str:

@@ -14,6 +14,7 @@ from scrimp import SGD, AdamW, Engine, Plan, zoo
 from scrimp.ext.ranks import RankFailure, RankPool, pool
 from tests.lower import test_ranks
 from tests.rank_jobs.planned_engine import model_of
+from tests.rank_jobs.staged import odd, odd_batch, trained
 from tests.support.bounds import U
 from tests.support.lowering.staged import batch_for, planned
 
@@ -133,6 +134,20 @@ def test_stages_train_in_bf16_as_an_engine_without_a_plan() -> None:
     for losses, _, ledger in run(plan, TRAIN, name, settings, ROWS, STEPS):
         assert losses == pytest.approx(wanted, rel=4 * 2**-9)
         assert ledger["norm"] == pytest.approx(alone.optimizer.norm, rel=0.05)
+
+
+@pytest.mark.full
+def test_statistics_frozen_and_unused_parameters_are_right_on_every_stage() -> None:
+    """The first stage trains nothing, and both write running statistics, which an evaluation reads on every rank."""
+    plan = planned(odd(), odd_batch(0), "x=1", 2, 2, 1, time_limit=4)
+    alone = Engine(odd(), optimizer=AdamW(lr=1e-3), precision="fp32", device="cpu", micro_batches=2)
+    losses, evaluated, state = trained(alone, STEPS)
+    for found in run(plan, "train_odd", STEPS):
+        assert found[0] == pytest.approx(losses, rel=1e-6)
+        assert found[1] == pytest.approx(evaluated, rel=1e-6)
+        assert found[2].keys() == state.keys()
+        for name, values in found[2].items():
+            assert torch.allclose(values, state[name], rtol=1e-4, atol=1e-6), name
 
 
 # Weights.
