@@ -42,7 +42,7 @@ def load(folder: str | Path, store: Store, *, optimizer: str, also: Callable[[li
         files = [stack.enter_context(safe_open(where / name, "pt")) for name, _ in manifest.files]
         for index, layer in enumerate(store.table.layers):
             with store.opened(index, write=True, read=False) as data:
-                for slot in layer.slots:
+                for slot in (slot for slot in layer.slots if slot.held):
                     entry = manifest.entries[slot.name]
                     if store.tiling is not None or any(extent.box is not None for extent in entry.extents):
                         _fill_whole(files, entry, data, slot, store)

@@ -27,6 +27,7 @@ Read in this order:
 
 One fetch:     step/layer_forward.py -> step/residency.py -> chunks/store/store.py
 Under a plan:  _training.py (`run_micro_batches`) -> lowered/passes.py -> lower/source.py -> lowered/weights.py
+With stages:   _training.py (`run_micro_batches`) -> lowered/stages.py -> lower/pipeline.py -> lower/source.py
 One gradient:  _training.py (`receive`) -> gradients/dense.py -> update/update.py -> chunks/update/update.py
 """
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 class EagerPasses:
     """One of the two ways in which an engine computes gradients; `lowered/passes.py` has the other. Both have `parts`,
-    `lent`, `where` and `evaluating`."""
+    `lent`, `where` and `evaluating`, and say whether a step may be tried again, has gradients here, and can be run by hand."""
+
+    retries, trains, by_hand = True, True, ""
 
     def __init__(self, residents: Residents) -> None:
         self.out_of_module = OutOfModule(residents)

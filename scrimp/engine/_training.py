@@ -42,11 +42,10 @@ from scrimp.engine.gradients.planned import PlannedExchange
 from scrimp.engine.gradients.planned_sparse import PlannedSparseExchange, sparse_nbytes
 from scrimp.engine.gradients.protocol import Exchange
 from scrimp.engine.gradients.sparse import SparseExchange
-from scrimp.engine.lowered.passes import MeteredRanks, PlannedPasses, taking
-from scrimp.engine.lowered.program import check_arguments, micro_batches_of, places_of, program_of
-from scrimp.engine.lowered.sparse_axis import exchanging_ranks
+from scrimp.engine.lowered.passes import PlannedPasses, taking
+from scrimp.engine.lowered.program import check_arguments, micro_batches_of, places_of
+from scrimp.engine.lowered.rank import planned_rank
 from scrimp.engine.lowered.table import planned_table
-from scrimp.engine.lowered.tiling import PlannedTiling
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
 from scrimp.engine.schedule.planned import Planned
 from scrimp.engine.schedule.planning import Planning
@@ -130,15 +129,13 @@ class Training(Between, Accumulating):
         self.seconds = 0.0  # wall time of the last step
         self.host_seconds = (0.0, 0.0)  # of the last step: seconds the host worker was busy, seconds others waited for it
         rates = agreed(self.wire, measure_rates(self.device))
-        program = None if plan is None else program_of(plan, model, self.wire, settings, precision)
-        comm = None if plan is None else MeteredRanks(plan.mesh, self.wire.rank, self.wire.group)
-        if program is None or comm is None:
+        planned = None if plan is None else planned_rank(plan, model, self.wire, settings, precision, self.device, exchange)
+        if planned is None:
             sharing, across = who_shares(self.wire, mesh, exchange)
             table = table_of(model, find_layers(model), chunk_numel, sharing.world, wide=precision != "fp32")
         else:
-            sharing = Wire()
-            table, at = planned_table(program.lowered, self.wire.rank, str(DTYPES[precision]).removeprefix("torch."))
-            axis, across = exchanging_ranks(program.lowered, exchange, self.wire)
+            sharing, across = Wire(), planned.across
+            table, at = planned_table(planned.program, str(DTYPES[precision]).removeprefix("torch."))
             more_nbytes = sparse_nbytes(table, exchange, across.world, self.device)
         groups = settings_by_group(settings, [s.name for layer in table.layers for s in layer.slots if s.trainable])
         self.rules = Rules(groups)
@@ -161,11 +158,13 @@ class Training(Between, Accumulating):
             books=self.ledger,
             wire=sharing,
             ranks=self.wire,
-            places=self.fit.places() if program is None else places_of(program, self.budget, self.fit, table, more_nbytes),
+            places=self.fit.places()
+            if planned is None
+            else places_of(planned.program, self.budget, self.fit, table, more_nbytes),
             disk=self.budget.disk,
             sparse=isinstance(exchange, Sparse),
             host_room_nbytes=self.fit.room_nbytes,
-            tiling=None if program is None or comm is None else PlannedTiling(program.lowered.rest, comm),
+            tiling=None if planned is None else planned.tiling,
         )
         self.meter: Meter
         if self.device.type == "cuda":
@@ -196,19 +195,17 @@ class Training(Between, Accumulating):
         self.residents = Residents(self.store, self.meter, self._retire, self.interrupts.check)
         self._metering = MeteringPolicy(self.meter, self.ledger.device)
         self.recompute = Recompute()
-        for whole in self.weights.values() if program is not None else ():
+        for whole in self.weights.values() if planned is not None else ():
             self.meter.ignore(whole)
         self.passes: EagerPasses | PlannedPasses
-        if program is None or comm is None:
+        if planned is None:
             wrap_layers(model, self.residents, self.recompute)
             self.passes = EagerPasses(self.residents)
         else:
-            receive = taking(weakref.ref(self))
-            self.passes = PlannedPasses(program, comm, self.store, self.residents, model, self.wire, receive, at, axis)
-            comm.meter = self.meter
-        make = SparseExchange if program is None else PlannedSparseExchange
+            self.passes = planned.passes(self.store, self.residents, model, taking(weakref.ref(self)), at)
+        make = SparseExchange if planned is None else PlannedSparseExchange
         sparse = make(exchange, self.store, self.rules, across) if isinstance(exchange, Sparse) else None
-        self.exchanging: Exchange = sparse or (DenseExchange() if program is None else PlannedExchange())
+        self.exchanging: Exchange = sparse or (DenseExchange() if planned is None else PlannedExchange())
         self.planning = Planning(
             self.store,
             self.recompute,
@@ -219,13 +216,14 @@ class Training(Between, Accumulating):
             streaming=self.updating.streaming,
             residuals=sparse.residuals if sparse is not None else None,
             sending_nbytes=sparse.sending_nbytes() if sparse is not None else 0,
+            stage=None if planned is None else planned.stage,
         )
         self.updating.saw = self.planning.saw_update
         self.closed = False
         self.broken: str | None = None  # why the weights are not those of any step
         self.current = StepContext(traffic=astuple(self.store.traffic))  # of the step that runs, or of the last one
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
-            if parameter.requires_grad and program is None:
+            if parameter.requires_grad and planned is None:
                 parameter.register_post_accumulate_grad_hook(receiving(weakref.ref(self)))  # type: ignore[no-untyped-call]
         self.meta_parameters = MetaParameters(model, self.weights, taken, self._hooks, self.device)
         of_name = dict(model.named_parameters(remove_duplicate=False))
@@ -292,7 +290,7 @@ class Training(Between, Accumulating):
                     self.residents.retire_rest()
                 traced, schedule_steps = self.residents.end_step()
                 self.current.trace = schedule_steps if self._metering.learn(plan, schedule_steps, traced=traced) else None
-                if not self.current.arrived:
+                if not self.current.arrived and self.passes.trains:
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
             raise self.named_error(error) from error
@@ -330,6 +328,7 @@ class Training(Between, Accumulating):
         done."""
         self.interrupts.check()
         first = slot.name not in self.current.arrived and slot.name not in self.current.part_arrived
+        self.current.arrived[slot.name] = (layer, slot)  # before the exchange, so that an error undoes it too
         with self.residents.quietly():
             self.exchanging.receive(self, layer, slot, gradient, first=first)
             self.current.part_arrived.add(slot.name)
@@ -369,9 +368,12 @@ class Training(Between, Accumulating):
 
     # Parts.
 
-    def in_order(self) -> list[tuple[int, Slot]]:
-        """The gradients that arrived, in the model's order, so that the order of sums does not depend on the order of arrival."""
-        return sorted(self.current.arrived.values(), key=lambda place: self._order[place[1].name])
+    def in_order(self, *, every: bool = False) -> list[tuple[int, Slot]]:
+        """The gradients that arrived, in the model's order, so that the order of sums does not depend on the order of arrival.
+        `every`: those of all trained parameters."""
+        trained = ((k, slot) for k, layer in enumerate(self.store.table.layers) for slot in layer.slots if slot.trainable)
+        places = trained if every else self.current.arrived.values()
+        return sorted(places, key=lambda place: self._order[place[1].name])
 
     def named_error(self, error: MoveError) -> RunError:
         where = self.passes.where(error) or self.residents.place()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from scrimp.lower.checker import check, digest
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.layer_module import LayerModule, module
-    from scrimp.lower.model import Lowered, later_axes, lower
+    from scrimp.lower.model import Lowered, LoweredLayer, later_axes, lower
     from scrimp.lower.moves import Communicator, Ranks, local_shape, made_whole, redistribute
     from scrimp.lower.pipeline import Pipeline
     from scrimp.lower.run import Runner
@@ -54,6 +54,7 @@ __all__ = [
     "Interpreter",
     "LayerModule",
     "Lowered",
+    "LoweredLayer",
     "Pipeline",
     "Ranks",
     "Rest",
@@ -90,6 +91,7 @@ __getattr__ = lazily(
         "Ranks": "scrimp.lower.moves",
         "Interpreter": "scrimp.lower.interpret",
         "Lowered": "scrimp.lower.model",
+        "LoweredLayer": "scrimp.lower.model",
         "later_axes": "scrimp.lower.model",
         "lower": "scrimp.lower.model",
         "LayerModule": "scrimp.lower.layer_module",

@@ -42,17 +42,11 @@ def footprint(lowered: Lowered) -> Mapping[Pass, PassBytes]:
     return walk.found
 
 
-def rooms(lowered: Lowered, *, by_phase: bool = False) -> Mapping[Pass, list[int]]:
-    """By step, the bytes that may be added there without raising the step's peak; negative where the bounds say nothing.
-    `by_phase`: a forward may not rise to the peak of the backward, nor the other way round. Stages of a pipeline need that: how
-    many micro-batches are in flight differs."""
+def rooms(lowered: Lowered) -> Mapping[Pass, list[int]]:
+    """By step, the bytes that may be added there without raising the step's peak; negative where the bounds say nothing."""
     found = footprint(lowered)
-    peak = dict.fromkeys((False, True), 0)
-    for (_, backward), each in found.items():
-        peak[backward] = max(peak[backward], *each.held, 0)
-    if not by_phase:
-        peak = dict.fromkeys(peak, max(peak.values()))
-    return {key: [peak[key[1]] - nbytes for nbytes in each.most] for key, each in found.items()}
+    peak = max(max(each.held) for each in found.values() if each.held)
+    return {key: [peak - nbytes for nbytes in each.most] for key, each in found.items()}
 
 
 class _Walk:

@@ -80,6 +80,17 @@ class Lowered:
                     found[name] = (*found.get(name, ()), step.before.partial if as_used else None)
         return found
 
+    @cached_property
+    def summands(self) -> Mapping[str, tuple[int, ...]]:
+        """Of each parameter with a gradient, the numbers in the model of the layers that bring summands of it."""
+        found: dict[str, tuple[int, ...]] = {}
+        for k, layer in enumerate(self.layers):
+            for step in layer.behind.steps:
+                if isinstance(step, Accumulate):
+                    name = layer.names[step.weight]
+                    found[name] = (*found.get(name, ()), self.first + k)
+        return found
+
     @property
     def programs(self) -> int:
         """How many different programs there are, of forwards and of backwards."""
@@ -93,10 +104,10 @@ def lower(plan: Plan, graph: Graph) -> Lowered:
     layers = verified(plan, graph)
     batch = {each.name: Placed(each.factors) for each in plan.batch}
     rest = rest_of_layers(layers, graph, plan.mesh)
-    return lower_layers(graph, layers, plan.mesh, {**rest, **_unused(graph, rest, plan.mesh)}, batch)
+    return lower_layers(graph, layers, plan.mesh, {**rest, **unused(graph, rest, plan.mesh)}, batch)
 
 
-def _unused(graph: Graph, used: Collection[str], mesh: Mesh) -> dict[str, Rest]:
+def unused(graph: Graph, used: Collection[str], mesh: Mesh) -> dict[str, Rest]:
     """Parameters that no operator uses: every rank holds all of them."""
     level = (0,) * len(mesh.names)
     return {

@@ -88,11 +88,11 @@ class Pipeline:
         self.runners = {k: runner(staged.pieces[k].lowered, comm, weights) for k in numbers}
         self.turns = turns(stage, staged.stages, staged.micro_batches, len(self.runners))
 
-    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def step(self, batch: Mapping[str, torch.Tensor], *, scale: float = 1.0) -> torch.Tensor:
         """Forward and backward of all micro-batches. `batch`: all rows of the step, from which this rank takes its part of a
-        micro-batch when a piece needs it. The loss is that of the whole batch."""
+        micro-batch when a piece needs it. The loss is that of the whole batch. `scale`: a factor of all gradients."""
         with torch.no_grad():
-            step = _Step(self, batch)
+            step = _Step(self, batch, scale)
             for turn in self.turns:
                 step.run(turn)
             loss = step.loss
@@ -178,8 +178,8 @@ class _Step:
     """`taken`: what has arrived for the task that runs next; `made`: what that task sends. `saved` and `losses`: of micro-batches
     in flight."""
 
-    def __init__(self, run: Pipeline, batch: Mapping[str, torch.Tensor]) -> None:
-        self.pipeline, self.batch = run, batch
+    def __init__(self, run: Pipeline, batch: Mapping[str, torch.Tensor], scale: float) -> None:
+        self.pipeline, self.batch, self.scale = run, batch, scale
         self.loss = torch.zeros(())
         self.losses: dict[int, torch.Tensor] = {}
         self.saved: dict[tuple[int, int], list[Slots]] = {}
@@ -244,7 +244,7 @@ class _Step:
                 arrived[key] = self.taken.pop(name)
         if (loss := piece.lowered.loss) is not None:
             one = self.losses.pop(task.micro)
-            arrived[loss.layer, loss.name] = torch.full_like(one, 1 / self.pipeline.staged.micro_batches)
+            arrived[loss.layer, loss.name] = torch.full_like(one, self.scale / self.pipeline.staged.micro_batches)
         found = runner.backward(self.saved.pop((task.piece, task.micro)), arrived)
         self.made = {}
         for each in piece.back_gives:

@@ -23,7 +23,8 @@ from scrimp.errors import RunError
 from scrimp.layout import Mesh
 from scrimp.lower.checker import check, digest
 from scrimp.lower.choice import ChosenLayer
-from scrimp.lower.model import Lowered, lower_layers, rest_of_layers, verified
+from scrimp.lower.model import Lowered, lower_layers, rest_of_layers, unused, verified
+from scrimp.lower.steps import Store
 from scrimp.lower.weights.rest import Rest
 from scrimp.planner import Piece, Placed, Plan, Task, between, common, piece, placed, tasks, unsplit
 
@@ -81,8 +82,8 @@ class LoweredPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """`pieces` in model order: stage s of S has the pieces s, S + s and so on. `rest`: of each stage. `tied`: each trained weight
-    that several stages use, and these stages."""
+    """`pieces` in model order: stage s of S has the pieces s, S + s and so on. `rest`: of each stage; parameters that no operator
+    uses are on the first. `tied`: each weight with a gradient that several stages use, and these stages."""
 
     mesh: Mesh
     stages: int
@@ -94,7 +95,18 @@ class Staged:
     def names(self, stage: int) -> frozenset[str]:
         """The parameters and buffers that a stage holds."""
         pieces = self.pieces[stage :: self.stages]
-        return frozenset(name for each in pieces for layer in each.lowered.layers for name in layer.names.values())
+        used = (name for each in pieces for layer in each.lowered.layers for name in layer.names.values())
+        return frozenset([*used, *self.rest[stage]])
+
+    def written(self) -> tuple[tuple[str, int], ...]:
+        """Each buffer that a forward writes, and the stage that does."""
+        return tuple(
+            (layer.names[step.buffer], k % self.stages)
+            for k, each in enumerate(self.pieces)
+            for layer in each.lowered.layers
+            for step in layer.ahead.steps
+            if isinstance(step, Store)
+        )
 
     def check(self) -> None:
         """Raises `RunError` with the layer and the step that are wrong."""
@@ -124,12 +136,13 @@ def lower_stages(plan: Plan, graph: Graph) -> Staged:
     for s in range(len(stages)):
         mine = [k for each in pieces[s :: len(stages)] for k in range(each.first, each.stop)]
         rest.append(_rest(layers, graph, mine, mesh))
+    rest[0] |= unused(graph, {name for each in rest for name in each}, mesh)
     lowered = [
         _piece(each, layers[each.first : each.stop], mesh, rest[k % len(stages)], received) for k, each in enumerate(pieces)
     ]
     ahead = [(), *(_ahead(graph, pieces, lowered, k, mesh) for k in range(1, len(pieces))), ()]
     behind = [(), *(_behind(graph, pieces, lowered, k, mesh) for k in range(1, len(pieces))), ()]
-    trained = {each.name for each in graph.parameters if each.trained and not each.buffer}
+    trained = {name for each in lowered for name in each.partials}
     tied = [(name, tuple(s for s, each in enumerate(rest) if name in each)) for name in sorted(trained)]
     return Staged(
         mesh=mesh,

@@ -9,19 +9,32 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import scrimp.planner
 from scrimp import SGD, AdamW, Engine, Memory, Plan, RunError, zoo
 from scrimp.errors import FitError
+from tests.support.lowering import staged
 
 OPTIMIZERS = {"adamw": lambda: AdamW(lr=1e-3), "sgd": lambda: SGD(lr=1e-2, momentum=0.9)}
 
 
+def model_of(name: str, settings: dict[str, Any]) -> nn.Module:
+    """A model of the zoo, or a T5."""
+    torch.manual_seed(0)
+    return staged.build(name, **settings) if name == "t5" else zoo.build(name, **settings)
+
+
+def stepped(engine: Engine, name: str, settings: dict[str, Any], rows: int, step: int) -> float:
+    if name == "t5":
+        return float(engine.step(**staged.batch_for(name, rows, step=step)))  # type: ignore[arg-type]
+    return float(engine.step(*zoo.example_batch(name, rows, step=step, **settings)))
+
+
 def engine_of(plan: str, name: str, settings: dict[str, Any], **options: Any) -> Engine:
     found = Plan.from_json(plan)
-    torch.manual_seed(0)
     given = {"optimizer": OPTIMIZERS[found.optimizer](), "precision": found.precision, "device": "cpu", **options}
-    return Engine(zoo.build(name, **settings), plan=found, **given)
+    return Engine(model_of(name, settings), plan=found, **given)
 
 
 def train(
@@ -31,7 +44,7 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = engine_of(plan, name, settings, **options)
-        losses = [float(engine.step(*zoo.example_batch(name, rows, step=step, **settings))) for step in range(steps)]
+        losses = [stepped(engine, name, settings, rows, step) for step in range(steps)]
     device = engine.ledger.device
     ledger = {
         "peak": device.live_peak.nbytes,
@@ -56,21 +69,21 @@ def by_parts(plan: str, name: str, rows: int) -> tuple[float, float, float]:
     return *losses, float(part.step(*batch))
 
 
-def saves(plan: str, name: str, rows: int, folder: str) -> list[float]:
-    """Two steps, a checkpoint, one more step."""
-    engine = engine_of(plan, name, {})
+def saves(plan: str, name: str, rows: int, folder: str, **settings: Any) -> list[float]:
+    """Two steps, a checkpoint, two more steps."""
+    engine = engine_of(plan, name, settings)
     for step in range(2):
-        engine.step(*zoo.example_batch(name, rows, step=step))
+        stepped(engine, name, settings, rows, step)
     engine.save(folder)
-    return [float(engine.step(*zoo.example_batch(name, rows, step=step))) for step in (2, 3)]
+    return [stepped(engine, name, settings, rows, step) for step in (2, 3)]
 
 
-def loads(plan: str, name: str, rows: int, folder: str) -> tuple[list[float], float]:
+def loads(plan: str, name: str, rows: int, folder: str, **settings: Any) -> tuple[list[float], float]:
     """The next steps after a checkpoint, and the loss of an evaluation before them."""
-    engine = engine_of(plan, name, {})
+    engine = engine_of(plan, name, settings)
     engine.load(folder)
-    evaluated = engine.evaluate(*zoo.example_batch(name, rows, step=2))
-    return [float(engine.step(*zoo.example_batch(name, rows, step=step))) for step in (2, 3)], float(evaluated)
+    evaluated = engine.evaluate(*zoo.example_batch(name, rows, step=2, **settings))
+    return [stepped(engine, name, settings, rows, step) for step in (2, 3)], float(evaluated)
 
 
 def accumulates(plan: str, name: str, rows: int, calls: int) -> list[float]:

@@ -1,9 +1,10 @@
-"""One step of a plan with pipeline stages on real ranks, and its oracle: torch.distributed.pipelining, with autograd, on the same
-pieces of a GPT."""
+"""Plans with pipeline stages on real ranks: one step, its oracle (torch.distributed.pipelining, with autograd, on the same pieces
+of a GPT), and what an engine does besides stepping."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
-from scrimp import Plan
+from scrimp import AdamW, Engine, Memory, Plan, RunError, zoo
 from scrimp.capture import from_json
+from scrimp.engine.lowered.weights import EngineWeights
+from scrimp.errors import FitError
 from scrimp.lower import Generated, Interpreter, Ranks, lower_stages
+from tests.rank_jobs.planned_engine import engine_of, stepped
 from tests.support.lowering.run import batch_of
 from tests.support.lowering.staged import LAYERS, batch_for, build, metered_stage
 
@@ -87,3 +91,140 @@ def gradients(cuts: list[list[tuple[int, int]]], rows: int, micro_batches: int) 
             assert each.grad is not None
             found[name] = each.grad
     return float(sum(losses)) / micro_batches, found
+
+
+# The engine.
+
+
+def holds(plan: str, name: str, settings: dict[str, Any], rows: int) -> dict[str, int]:
+    """The elements of each weight that this rank holds after a step."""
+    engine = engine_of(plan, name, settings)
+    stepped(engine, name, settings, rows, 0)
+    return {slot.name: slot.numel for layer in engine._run.store.table.layers for slot in layer.slots}
+
+
+def tied(plan: str, name: str, settings: dict[str, Any], rows: int, steps: int, weight: str) -> torch.Tensor | None:
+    """A weight after some steps, by the ranks of this stage alone; None if the stage does not hold it."""
+    engine = engine_of(plan, name, settings)
+    for step in range(steps):
+        stepped(engine, name, settings, rows, step)
+    passes = engine._run.under_plan
+    if weight not in passes.program.part.rest:
+        return None
+    with torch.no_grad():
+        return EngineWeights.whole(passes.weights, weight).clone()
+
+
+def reads(plan: str, name: str, settings: dict[str, Any], rows: int, edited: str) -> dict[str, Any]:
+    """What every rank reads: outputs of the model at another batch size before and after a step, what is on the device before and
+    after, the state, and a parameter that was doubled in place."""
+    engine = engine_of(plan, name, settings)
+    tokens, now = zoo.example_batch(name, 3, **settings)[0], [dict(engine.ledger.now)]
+    outputs = [engine.evaluate(tokens).clone()]
+    stepped(engine, name, settings, rows, 0)
+    outputs.append(engine.evaluate(tokens).clone())
+    now.append(dict(engine.ledger.now))
+    before = dict(engine.iter_state())
+    with engine.full_parameters(edited) as model:
+        model.get_parameter(edited).data.mul_(2)
+    after = dict(engine.iter_state())
+    return {"outputs": outputs, "now": now, "before": before, "after": after, "saved": {*engine.state_dict()}}
+
+
+def poisoned(plan: str, name: str, settings: dict[str, Any], rows: int, rank: int) -> tuple[int, str, float, float | None]:
+    """A step where one rank's weight is not a number: skipped steps, the warning; the loss and the norm after it is mended."""
+    engine = engine_of(plan, name, settings)
+    store = engine._run.store
+    layer, slot = next((k, s) for k, each in enumerate(store.table.layers) for s in each.slots if s.trainable and s.numel)
+    good = store.placements[layer].weights[slot.start].clone()
+    if dist.get_rank() == rank:
+        store.placements[layer].weights[slot.start] = float("nan")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stepped(engine, name, settings, rows, 0)
+    if dist.get_rank() == rank:
+        store.placements[layer].weights[slot.start] = good
+    loss = stepped(engine, name, settings, rows, 0)
+    return engine.optimizer.skipped, str(caught[0].message) if caught else "", loss, engine.optimizer.norm
+
+
+def tiered(
+    plan: str, name: str, settings: dict[str, Any], rows: int, steps: int, share: float, disk: str | None
+) -> tuple[list[float], list[str], int]:
+    """Steps with a budget of a share of this stage's peak: the losses, the tiers of layers with weights here, and the peak."""
+    found = Plan.from_json(plan)
+    assert found.schedule is not None
+    nbytes = int(share * min(stage.memory.peak_nbytes for stage in found.schedule.stages))
+    engine = engine_of(plan, name, settings, memory=Memory(device=nbytes, disk=disk))
+    losses = [stepped(engine, name, settings, rows, step) for step in range(steps)]
+    store = engine._run.store
+    tiers = [str(placement.tier) for k, placement in enumerate(store.placements) if store.table.layers[k].numel]
+    return losses, tiers, engine.ledger.peak_nbytes
+
+
+def by_hand(plan: str, name: str, settings: dict[str, Any], rows: int) -> tuple[str, str, str, dict[str, Any]]:
+    """What the engine says to `backward`, to `update` and to a batch of another shape; and the part of the batch."""
+    engine, batch = engine_of(plan, name, settings), zoo.example_batch(name, rows, **settings)
+    parts = {key: (part.of, part.shape, part.index) for key, part in engine.batch_part.items()}
+    return _said(engine.backward, *batch), _said(engine.update), _said(engine.step, *(each[:2] for each in batch)), parts
+
+
+class Residual(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(dim, dim), nn.BatchNorm1d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x)).relu()
+
+
+class Odd(nn.Module):
+    """A model with running statistics, frozen parameters in its first layers, and one that no operator uses."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, dim), nn.Linear(dim, 1)
+        self.blocks = nn.ModuleList(Residual(dim) for _ in range(4))
+        self.unused = nn.Parameter(torch.ones(3))
+        for parameter in (*self.first.parameters(), *self.blocks[:2].parameters()):
+            parameter.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return (self.last(x) - y).square().mean()
+
+
+def odd() -> Odd:
+    torch.manual_seed(0)
+    return Odd()
+
+
+def odd_batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(8, 8, generator=random), torch.randn(8, 1, generator=random)
+
+
+def trained(engine: Engine, steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Losses of steps, the loss of an evaluation with the running statistics, and the state."""
+    losses = [float(engine.step(*odd_batch(step))) for step in range(steps)]
+    return losses, float(engine.evaluate(*odd_batch(steps))), dict(engine.iter_state())
+
+
+def train_odd(plan: str, steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
+    return trained(Engine(odd(), plan=Plan.from_json(plan), optimizer=AdamW(lr=1e-3), precision="fp32", device="cpu"), steps)
+
+
+def refused(plan: str, name: str, settings: dict[str, Any], **options: Any) -> str:
+    return _said(engine_of, plan, name, settings, **options)
+
+
+def _said(call: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        made = call(*args, **kwargs)
+    except (RunError, FitError) as error:
+        return f"{type(error).__name__}: {error}"
+    if isinstance(made, Engine):
+        made.close()
+    return ""

@@ -24,12 +24,14 @@ ALIGN = 64
 class Share:
     """Under a plan: the part of a slot that this rank updates, where other ranks update the rest. `updated`: its elements
     [start, stop) of the slot. `summed`: those whose gradient this rank accumulates; they include the updated ones.
-    `gradient_start` and `state_start`: where both begin in the layer's arenas of gradients and of states."""
+    `gradient_start` and `state_start`: where both begin in the layer's arenas of gradients and of states. `held`: False of a
+    parameter that only other pipeline stages hold; its slot is empty here."""
 
     updated: tuple[int, int]
     summed: tuple[int, int]
     gradient_start: int
     state_start: int
+    held: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,11 @@ class Slot:
     start: int
     trainable: bool
     share: Share | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this rank's pipeline stage holds the parameter."""
+        return self.share is None or self.share.held
 
     @property
     def numel(self) -> int:

@@ -67,6 +67,7 @@ class Accumulating:
 
     @in_one_piece
     def update(self) -> None:
+        self._check_by_hand("update")
         begin_call(self._all, "update")
         with naming_calls(self._all):
             self._update()
@@ -96,8 +97,13 @@ class Accumulating:
         restore_all(engine.store, engine.current.arrived.values())
         engine.current.arrived.clear()
 
+    def _check_by_hand(self, call: str) -> None:
+        if self._all.passes.by_hand:
+            raise RunError(f"engine.{call} {self._all.passes.by_hand}")
+
     def _check(self) -> None:
         engine = self._all
+        self._check_by_hand("backward")
         if engine.store.sparse:
             raise RunError(
                 "engine.backward with Sparse is not possible: a rank selects what it sends in the backward of the last "

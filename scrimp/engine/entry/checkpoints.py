@@ -91,12 +91,21 @@ def save_state(engine: Training, folder: str | Path) -> None:
         groups=engine.optimizer.saved(),
         steps=engine.steps,
         skipped=engine.skipped,
-        counts=engine.counts,
+        counts=_counts(engine),
         loss_scale=(engine.loss_scale.value, engine.loss_scale.good),
         rng=random,
         buffers=persistent(engine.model),
         also=engine.exchanging.saved(engine),
     )
+
+
+def _counts(engine: Training) -> dict[str, int]:
+    """Updates of each parameter; under a plan those of all pipeline stages, each of which counts its own."""
+    if engine.store.tiling is None:
+        return engine.counts
+    names = [slot.name for layer in engine.store.table.layers for slot in layer.slots]
+    every = engine.wire.every(torch.tensor([engine.counts.get(name, 0) for name in names])).amax(0)
+    return dict(zip(names, every.tolist(), strict=True))
 
 
 def load_state(engine: Training, folder: str | Path) -> None:

@@ -85,14 +85,18 @@ class DenseExchange:
 
     def close(self) -> None: ...
 
+    def _checked(self, engine: Training) -> list[tuple[int, Slot]]:
+        """The gradients whose norms are computed, in the same order on all ranks."""
+        return engine.in_order()
+
     def _passes_check(self, engine: Training) -> bool:
         """Whether to update: all gradients are finite, if that is required. Sets the scale that clips the norm."""
         self._scale = None
         if not engine.must_check:
             return True
-        scale = engine.loss_scale
+        scale, arrived = engine.loss_scale, self._checked(engine)
         try:
-            check = check_gradients(engine.store, engine.in_order(), self._norms, clip=engine.clip_norm, loss_scale=scale.value)
+            check = check_gradients(engine.store, arrived, self._norms, clip=engine.clip_norm, loss_scale=scale.value)
         finally:
             self._norms.clear()
         scale.saw(finite=check.bad is None)

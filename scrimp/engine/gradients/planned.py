@@ -26,6 +26,13 @@ class PlannedExchange(DenseExchange):
         if early and engine.store.placements[layer].tier != DEVICE and not any(weights.later(slot.name) for slot in slots):
             self._start(engine, layer, slots)
 
+    def _checked(self, engine: Training) -> list[tuple[int, Slot]]:
+        """All trained parameters: ranks of another pipeline stage have gradients of others, and norms are added by position."""
+        every = engine.in_order(every=True)
+        absent = (slot.name for _, slot in every if slot.name not in engine.current.arrived)
+        self._norms.update({name: torch.zeros(()) for name in absent})
+        return every
+
     def finish(self, engine: Training) -> None:
         engine.under_plan.weights.complete([slot.name for _, slot in engine.in_order()])
         before = engine.skipped

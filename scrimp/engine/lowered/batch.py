@@ -11,7 +11,7 @@ from scrimp.engine.lowered.program import Program
 from scrimp.errors import RunError
 from scrimp.layout import Mesh
 from scrimp.lower import cut, local_shape
-from scrimp.planner import Placed
+from scrimp.planner import Placed, unsplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,11 @@ class BatchPart:
 
 def parts_of(program: Program, rank: int) -> dict[str, BatchPart]:
     """By tensor of the batch, of a whole step: all its micro-batches."""
+    if program.staged is not None:
+        return _all_rows(program)
     mesh, count, found = program.plan.mesh, program.micro_batches, {}
     for each in program.plan.batch:
-        place = program.lowered.batch[each.name]
+        place = program.part.pieces[0].batch[each.name]
         local = local_shape(place, mesh)
         found[each.name] = BatchPart(
             shape=(local[0] * count, *local[1:]) if local else (),
@@ -37,6 +39,17 @@ def parts_of(program: Program, rank: int) -> dict[str, BatchPart]:
             index=_box(place, mesh, rank) if count == 1 else None,
             place=place,
         )
+    return found
+
+
+def _all_rows(program: Program) -> dict[str, BatchPart]:
+    """Under pipeline stages every rank takes all rows: each piece cuts its part of a micro-batch out of them. A tensor without
+    rows of the batch stays whole."""
+    rows, found = next((each.shape[0] for each in program.plan.batch if each.shape), 1), {}
+    for each in program.plan.batch:
+        several = bool(each.shape) and each.shape[0] == rows
+        of = (each.shape[0] * program.micro_batches, *each.shape[1:]) if several else each.shape
+        found[each.name] = BatchPart(shape=of, of=of, index=tuple(slice(0, size) for size in of), place=unsplit(each.shape))
     return found
 
 
@@ -67,8 +80,6 @@ def micro_batches(
     count: int,
 ) -> list[dict[str, torch.Tensor]]:
     """This rank's part of each micro-batch, by name. `count`: micro-batches in this batch."""
-    if given.keys() != parts.keys():
-        raise RunError(f"the plan's batch has {', '.join(parts)}, this one {', '.join(given)}")
     kinds = set()
     for name, tensor in given.items():
         whole, mine = (_scaled(shape, count, program.micro_batches) for shape in (parts[name].of, parts[name].shape))

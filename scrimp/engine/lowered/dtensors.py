@@ -34,6 +34,11 @@ def dtensors(engine: Training) -> DTensors:
     passes, tiling = engine.under_plan, engine.store.tiling
     engine.check_usable(reading=True)
     assert isinstance(tiling, PlannedTiling)
+    if len(tiling.program.parts) > 1:
+        raise RunError(
+            f"engine.dtensors(): the plan has {len(tiling.program.parts)} pipeline stages, and a parameter is on the mesh of one "
+            "stage only; use engine.state_dict(), or plan without stages"
+        )
     if not dist.is_initialized():
         raise RunError(
             "engine.dtensors(): a DeviceMesh needs a process group, and there is none: call torch.distributed."
@@ -54,7 +59,7 @@ def dtensors(engine: Training) -> DTensors:
 
 
 def _dtensor(engine: Training, tiling: PlannedTiling, layer: int, slot: Slot, device_mesh: DeviceMesh) -> DTensor:
-    each, comm = tiling.rest[slot.name], tiling.comm
+    each, comm = tiling.program.rest(slot.name), tiling.comm
     with engine.store.opened(layer) as data:
         (piece,) = data.pieces(slot)
         mine = (piece.master if slot.trainable else piece.weight).to(engine.wire.device, torch.float32, copy=True)

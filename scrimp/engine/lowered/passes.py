@@ -5,23 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from scrimp.capture import batch_tensors
-from scrimp.chunks import Meter, Slot, Store, Wire
+from scrimp.chunks import Meter, Slot, Wire
 from scrimp.engine.lowered.batch import BatchPart, micro_batches, parts_of
 from scrimp.engine.lowered.fault import operation
 from scrimp.engine.lowered.program import Program
-from scrimp.engine.lowered.sparse_weights import SparseWeights
 from scrimp.engine.lowered.weights import EngineWeights
 from scrimp.engine.lowered.whole_weights import WholeWeights
 from scrimp.engine.step.batch import to_device
 from scrimp.engine.step.phase import Phase
-from scrimp.engine.step.residency import Residents
+from scrimp.errors import RunError
 from scrimp.lower import Generated, Ranks
 from scrimp.move import Program as MoveProgram
 
@@ -54,37 +53,37 @@ def taking(engine: weakref.ref[Training]) -> Callable[[int, Slot, torch.Tensor],
 
 
 class PlannedPasses:
-    """`batch`: this rank's part of each tensor. `weights`: also tells the exchange what is left to be summed. `axis`: of a sparse
-    exchange."""
+    """`batch`: this rank's part of each tensor. `weights`: also tells the exchange what is left to be summed. `retries`: whether
+    a pass that did not fit may be tried again. `trains`: whether this rank has gradients. `by_hand`: why micro-batches cannot be
+    run one by one; empty if they can."""
 
-    def __init__(
-        self,
-        program: Program,
-        comm: MeteredRanks,
-        store: Store,
-        residents: Residents,
-        model: nn.Module,
-        wire: Wire,
-        receive: Callable[[int, Slot, torch.Tensor], None],
-        at: tuple[int, ...],
-        axis: str | None = None,
-    ) -> None:
-        self.program, self.comm, self._model = program, comm, model
-        self.batch: dict[str, BatchPart] = parts_of(program, comm.rank)
-        of = EngineWeights if axis is None else partial(SparseWeights, axis=axis)
-        self.weights = of(program.lowered, comm, store, residents, model, receive, at)
+    retries, trains, by_hand = True, True, ""
+
+    def __init__(self, program: Program, weights: EngineWeights, model: nn.Module, wire: Wire) -> None:
+        self.program, self.weights, self._model = program, weights, model
+        self.comm, self._residents = weights.comm, weights.residents
+        self.batch: dict[str, BatchPart] = parts_of(program, self.comm.rank)
         self.device_mesh: Any = None  # of `engine.dtensors`
-        self._runner = Generated(program.lowered, comm, self.weights, device=store.device)
-        self._residents = residents
-        self._paths = tuple(layer.path for layer in store.table.layers)
+        self._paths = tuple(layer.path for layer in self._residents.store.table.layers)
         self._seed = int(wire.from_first(torch.tensor([torch.initial_seed() & (1 << 62) - 1])))  # rank 0's
+
+    @cached_property
+    def _runner(self) -> Generated:
+        (whole,) = self.program.part.pieces
+        return Generated(whole, self.comm, self.weights, device=self._residents.store.device)
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a batch by their names in the plan."""
+        given = batch_tensors(self._model, args, kwargs)
+        if given.keys() != self.batch.keys():
+            raise RunError(f"the plan's batch has {', '.join(self.batch)}, this one {', '.join(given)}")
+        return given
 
     def parts(
         self, engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
     ) -> list[Callable[[], torch.Tensor]]:
         """The forward and backward of each micro-batch, which returns the loss of all ranks' parts of it."""
-        given = batch_tensors(self._model, args, kwargs)
-        found = micro_batches(self.program, self.batch, given, self.comm.rank, count)
+        found = micro_batches(self.program, self.batch, self.tensors(args, kwargs), self.comm.rank, count)
         return [partial(self._run, engine, part, engine.pending + k) for k, part in enumerate(found)]
 
     def lent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import nn
 
 from scrimp.chunks import DEVICE, ChunkTable, Optimizer, Tier, Wire
@@ -13,31 +16,81 @@ from scrimp.engine.setup.budget import Budget
 from scrimp.engine.setup.initial_placement import Fit
 from scrimp.engine.setup.validate import OPTIMIZERS
 from scrimp.errors import RunError
-from scrimp.lower import Lowered, Ranks, digest, lower
+from scrimp.layout import Mesh
+from scrimp.lower import Lowered, LoweredLayer, Ranks, Rest, Staged, digest, lower, lower_stages
 from scrimp.planner import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """What the ranks of a stage run: its pieces of the model, in order. Without stages that is the whole model, as one piece.
+    `layers`: by their numbers in the model. `partials`: as in `Lowered`, of all pieces."""
+
+    pieces: tuple[Lowered, ...]
+
+    @property
+    def rest(self) -> Mapping[str, Rest]:
+        """Of the parameters that the stage holds."""
+        return self.pieces[0].rest
+
+    @cached_property
+    def layers(self) -> Mapping[int, LoweredLayer]:
+        return {each.first + k: layer for each in self.pieces for k, layer in enumerate(each.layers)}
+
+    @cached_property
+    def partials(self) -> Mapping[str, tuple[tuple[str, ...] | None, ...]]:
+        found: dict[str, tuple[tuple[str, ...] | None, ...]] = {}
+        for each in self.pieces:
+            for name, axes in each.partials.items():
+                found[name] = (*found.get(name, ()), *axes)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
-    """A plan, and its steps for the captured model."""
+    """A plan, and its steps for the captured model. `parts`: of each stage. This rank is `rank` of the mesh of its stage.
+    `staged`: what crosses the borders between stages, and the order of their turns; None without stages."""
 
     plan: Plan
-    lowered: Lowered
+    parts: tuple[Part, ...]
+    stage: int
+    rank: int
+    staged: Staged | None = None
+
+    @property
+    def part(self) -> Part:
+        """Of this rank's stage."""
+        return self.parts[self.stage]
 
     @property
     def micro_batches(self) -> int:
         return micro_batches_of(self.plan)
 
+    @property
+    def peak_nbytes(self) -> int:
+        """What the plan predicts for a rank of this stage."""
+        schedule = self.plan.schedule
+        return (self.plan if schedule is None else schedule.stages[self.stage]).memory.peak_nbytes
 
-def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, precision: str) -> Program:
+    @cached_property
+    def layers(self) -> tuple[LoweredLayer, ...]:
+        """Of the whole model, in order."""
+        every = {number: layer for part in self.parts for number, layer in part.layers.items()}
+        return tuple(every[number] for number in sorted(every))
+
+    @cached_property
+    def holders(self) -> Mapping[str, int]:
+        """Of each parameter the first stage that holds it."""
+        return {name: s for s, part in reversed([*enumerate(self.parts)]) for name in part.rest}
+
+    def rest(self, name: str) -> Rest:
+        """On the first stage that holds it."""
+        return self.parts[self.holders[name]].rest[name]
+
+
+def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, precision: str, device: torch.device) -> Program:
     """Raises `RunError` with the first difference if the plan is of another model, batch, optimizer, precision or rank count."""
-    if plan.schedule is not None and len(plan.schedule.stages) > 1:
-        raise RunError(f"the plan has {len(plan.schedule.stages)} pipeline stages: the engine runs plans without stages")
-    if plan.mesh.size != wire.world:
-        raise RunError(
-            f"the plan is for {plan.mesh.size} ranks ({plan.mesh}), and {wire.world} are here: start as many with torchrun, or "
-            "plan for this number"
-        )
+    _check_ranks(plan, wire, device)
     if plan.precision != precision and not plan.precision.startswith("megatron"):
         raise RunError(
             f"the plan is for precision={plan.precision!r}, and the engine's is {precision!r}: give Engine(precision="
@@ -50,10 +103,41 @@ def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, p
         )
     if optimizer.state != "fp32":
         raise RunError(f"AdamW(state={optimizer.state!r}) under a plan is not possible: plans are made for fp32 states")
-    lowered = lower(plan, graph_of(plan, model, wire))
+    graph = graph_of(plan, model, wire)
+    if stages_of(plan) == 1:
+        lowered = lower(plan, graph)
+        program = Program(plan=plan, parts=(Part(pieces=(lowered,)),), stage=0, rank=wire.rank)
+        mine = digest(lowered)
+    else:
+        staged = lower_stages(plan, graph)
+        parts = [tuple(each.lowered for each in staged.pieces[s :: staged.stages]) for s in range(staged.stages)]
+        stage, rank = divmod(wire.rank, plan.mesh.size)
+        program = Program(
+            plan=plan, parts=tuple(Part(pieces=each) for each in parts), stage=stage, rank=rank, staged=staged
+        )  # fmt: skip
+        mine = staged.digest()
     if wire.world > 1:
-        Ranks(plan.mesh, wire.rank, wire.group).agree(digest(lowered), wire.device)
-    return Program(plan=plan, lowered=lowered)
+        Ranks(Mesh({"rank": wire.world}), wire.rank, wire.group).agree(mine, wire.device)
+    return program
+
+
+def stages_of(plan: Plan | None) -> int:
+    return 1 if plan is None or plan.schedule is None else len(plan.schedule.stages)
+
+
+def _check_ranks(plan: Plan, wire: Wire, device: torch.device) -> None:
+    stages = stages_of(plan)
+    if stages * plan.mesh.size != wire.world:
+        each = f"{stages} stages of {plan.mesh.size} ranks, {plan.mesh}" if stages > 1 else f"{plan.mesh}"
+        raise RunError(
+            f"the plan is for {stages * plan.mesh.size} ranks ({each}), and {wire.world} are here: start as many with torchrun, "
+            "or plan for this number"
+        )
+    if stages > 1 and device.type != "cpu":
+        raise RunError(
+            f"the plan has {stages} pipeline stages, and the device is {device}: stages exchange tensors over gloo, which has "
+            "tags, and NCCL has none; run on CPU ranks, or plan without stages"
+        )
 
 
 def check_arguments(plan: Plan, *, activations: object, mesh: object, loss: object, chunk_numel: int) -> None:
@@ -78,6 +162,6 @@ def micro_batches_of(plan: Plan, given: int = 1) -> int:
 
 def places_of(program: Program, budget: Budget, fit: Fit, table: ChunkTable, more_nbytes: int) -> list[Tier]:
     """All on the device if the plan fits there, with what comes on top of it; else as without a plan."""
-    if program.plan.memory.peak_nbytes + more_nbytes <= budget.plan_nbytes:
+    if program.peak_nbytes + more_nbytes <= budget.plan_nbytes:
         return [DEVICE] * len(table.layers)
     return fit.places()

@@ -1,49 +1,67 @@
-"""Implements `Tiling` by a plan's placements: parameters whole on one side, shares of their tiles on the other."""
+"""Implements `Tiling` by a plan's placements: parameters whole on one side, shares of their tiles on the other.
+
+Under pipeline stages a parameter comes from the first stage that holds it: its ranks gather it, and the others receive it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 
 import torch
 
+from scrimp.engine.lowered.program import Program
 from scrimp.lower import Communicator, Rest, flat_tile, gathered, made_whole
+from scrimp.move import Peers
 
 Box = tuple[tuple[int, int, int], ...]
 
 
 class PlannedTiling:
-    def __init__(self, rest: Mapping[str, Rest], comm: Communicator) -> None:
-        self.rest, self.comm = rest, comm
+    """`comm`: of the ranks of this stage. `peers`: all ranks, where there are several stages."""
+
+    def __init__(self, program: Program, comm: Communicator, peers: Peers | None) -> None:
+        self.program, self.comm, self.peers = program, comm, peers
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.rest[name].shape
+        return self.program.rest(name).shape
 
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        each, mesh, rank = self.rest[name], self.comm.mesh, self.comm.rank
+        each, mesh, rank = self.program.part.rest.get(name), self.comm.mesh, self.comm.rank
+        if each is None:
+            return whole.new_empty(0)
         start, stop = each.span(each.weight, mesh, rank)
         return flat_tile(whole, each, mesh, rank).view(-1)[start:stop]
 
     def tile(self, name: str, mine: torch.Tensor) -> torch.Tensor:
         """The tile in use, from the part that each rank updates: a collective where ranks share a tile."""
-        return gathered(self.comm, mine, self.rest[name], self._over(self.rest[name]))
+        each = self.program.rest(name)
+        return gathered(self.comm, mine, each, self._over(each))
 
     def whole(self, name: str, mine: torch.Tensor) -> torch.Tensor:
-        return made_whole(self.comm, self.tile(name, mine), self.rest[name].use)
+        each, first = self.program.rest(name), self.program.holders[name]
+        if first == self.program.stage:
+            found = made_whole(self.comm, self.tile(name, mine), each.use).contiguous()
+        else:
+            found = mine.new_empty(each.shape)
+        if self.peers is not None:
+            self.peers.spread(found, first)
+        return found
 
     def counts(self, name: str) -> bool:
-        return self._first(self.rest[name], self.comm.rank)
+        first = self.program.holders[name] == self.program.stage
+        return first and self._first(self.program.rest(name), self.comm.rank)
 
     def extent(self, name: str, rank: int) -> tuple[Box, int, int] | None:
-        each, mesh = self.rest[name], self.comm.mesh
-        if not self._first(each, rank):
+        each, mesh = self.program.rest(name), self.comm.mesh
+        stage, rank = divmod(rank, mesh.size)
+        if stage != self.program.holders[name] or not self._first(each, rank):
             return None
         start, stop = each.span(self._over(each), mesh, rank)
         most = each.tile_numel(mesh)
         return self._box(each, rank), min(start, most), min(stop, most)
 
     def label(self, name: str, rank: int) -> str:
-        each = self.rest[name]
+        each = self.program.rest(name)
         box, (start, stop) = self._box(each, rank), each.span(self._over(each), self.comm.mesh, rank)
         if all(length == size for size, _, length in box) and (start, stop) == (0, prod(each.shape)):
             return ""

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from scrimp.chunks import Slot, Store
+from scrimp.engine.lowered.program import Part
 from scrimp.engine.step.input_offload import on_host
 from scrimp.engine.step.residency import Residents
 from scrimp.lower import (
-    Lowered,
+    Buckets,
     Ranks,
     Rest,
     Together,
@@ -40,10 +41,11 @@ class EngineWeights:
     """`receive(layer, slot, gradient)` takes a gradient of a micro-batch. `at`: the place of each layer in the store's table."""
 
     gain = 1  # the factor of the loss whose gradients come here
+    staged = False
 
     def __init__(
         self,
-        lowered: Lowered,
+        lowered: Part,
         comm: Ranks,
         store: Store,
         residents: Residents,
@@ -58,9 +60,10 @@ class EngineWeights:
         self._number = {name: k for k, name in enumerate(self.places)}
         self.updates = 0  # of the weights, so far
         self._receive, self._at = receive, at
-        later = later_axes((lowered,), accumulated=store.micro_batches > 1)
+        later = later_axes(lowered.pieces, accumulated=store.micro_batches > 1)
         self._later = {name: axes for name, axes in later.items() if self._own(name)}
-        buckets = buckets_of(lowered, self._later)
+        # Stages of a pipeline have several micro-batches in flight, of which the count of room knows nothing.
+        buckets = Buckets() if len(lowered.pieces) != 1 or self.staged else buckets_of(lowered.pieces[0], self._later)
         self._room_nbytes = buckets.room_nbytes
         self._together = Together(buckets, lowered.rest, comm, self._later, self._share)
         self._fresh: dict[int, tuple[int, int]] = {}  # by layer: the update and the fetch after which all shares were gathered
@@ -138,8 +141,8 @@ class EngineWeights:
         """The slots of which other ranks update shares, by the axes of states and of weights."""
         found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Slot]] = {}
         for slot in self._data.table.layers[layer].slots:
-            each = self.rest[slot.name]
-            if slot.trainable and each.weight != each.states:
+            each = self.rest[slot.name] if slot.held else None
+            if slot.trainable and each is not None and each.weight != each.states:
                 found.setdefault((each.states, each.weight), []).append(slot)
         return found
 
@@ -233,7 +236,7 @@ class EngineWeights:
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         streams = self._data.copy_streams
-        here = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._data.device)
+        here = torch.empty_like(tensor, device=self._data.device)  # in the same order, without what lies between rows of a view
         streams.wait(streams.up(here, tensor))
         self._data.traffic.up_nbytes += tensor.nbytes
         return here

@@ -64,6 +64,7 @@ class Planning:
         streaming: Callable[[bool], None],
         residuals: Residuals | None = None,
         sending_nbytes: int = 0,
+        stage: Wire | None = None,
     ) -> None:
         self.store = store
         self.recompute = recompute
@@ -80,6 +81,7 @@ class Planning:
         self._digested: Planned | None = None  # the last plan made
         self.residuals = residuals
         self.sending_nbytes = sending_nbytes  # device bytes of a sparse exchange; a trace without layers on the device lacks them
+        self._stage = stage  # under a plan: the ranks of this one's pipeline stage
         self._updates, self._best_update = 0, 0.0
         self._recent_updates: deque[float] = deque(maxlen=5)
         self._plans: dict[Signature | bytes, Planned] = {}
@@ -360,11 +362,11 @@ class Planning:
 
     @property
     def _partners(self) -> Wire:
-        """The ranks that plan together. Once a rank that holds the whole model has chosen its placements, it plans alone, so
-        that no rank waits for others before a step."""
+        """The ranks that plan together: under a plan those that run the same layers. Once a rank that holds the whole model has
+        chosen its placements, it plans alone, so that no rank waits for others before a step."""
         whole = self.store.wire.world == 1 and self.store.tiling is None
         alone = self.store.sparse and whole and self._on_device is not None
-        return self.store.wire if alone else self.store.ranks
+        return self.store.wire if alone else self._stage or self.store.ranks
 
     def _largest(self, trace: list[ScheduleStep]) -> list[ScheduleStep]:
         """The trace with the maximum over the ranks of the non-weight memory at each schedule step."""
@@ -376,7 +378,7 @@ class Planning:
 
     def _key(self, signature: Signature) -> Signature | bytes:
         """A key that is the same on all ranks: the maximum of every size, if all batches have the same structure."""
-        wire = self._partners
+        wire = self._partners if self._stage is None else self.store.ranks
         if wire.world == 1:
             return signature
         kinds = repr([(dtype, len(shape)) for dtype, shape in signature])

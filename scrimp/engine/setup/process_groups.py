@@ -46,8 +46,8 @@ def separate(wire: Wire) -> Wire:
 
 
 def leave(wire: Wire) -> None:
-    """End a group that `separate` or `along` made. Its gloo threads would poll for messages a hundred times a second, used or
-    not."""
+    """End a group that `separate`, `along` or `own_stage` made. Its gloo threads would poll for messages a hundred times a
+    second, used or not."""
     if wire.group is not None and dist.is_initialized():
         with suppress(ValueError, AssertionError):  # the user has already destroyed all groups
             end_group(wire.group)
@@ -87,6 +87,19 @@ def along(wire: Wire, mesh: Mesh, axis: str) -> Wire:
         group = dist.new_group([*ranks], timeout=timeout)
         if wire.rank in ranks:
             found = Wire(world=len(ranks), rank=ranks.index(wire.rank), group=group, device=wire.device)
+    return found
+
+
+def own_stage(wire: Wire, stages: int) -> Wire:
+    """The ranks of this one's pipeline stage, in a group of their own. Ranks are numbered stage by stage."""
+    if stages == 1:
+        return wire
+    size, timeout = wire.world // stages, group_timeout(dist.group.WORLD, wire.device)
+    found = Wire(device=wire.device)
+    for first in range(0, wire.world, size) if size > 1 else ():  # every rank must create every group
+        group = dist.new_group([*range(first, first + size)], timeout=timeout)
+        if first <= wire.rank < first + size:
+            found = Wire(world=size, rank=wire.rank - first, group=group, device=wire.device)
     return found
 
 

@@ -62,6 +62,8 @@ def compute_gradients(
         engine.rollback.back()
         if reason is None:
             engine.planning.never_again(unfit, words)
+        elif not engine.passes.retries:  # other pipeline stages wait for this one, and would not try again
+            raise reason
         elif not engine.planning.spare(plan):
             recomputable = engine.recompute.recomputable
             reason = least_of_step(engine, reason, plan, args, kwargs)

@@ -74,8 +74,8 @@ class Residents:
         self._ends: list[int] = []
         self._retire = retire
         self._check = check
-        self._trained = [sum(slot.trainable for slot in layer.slots) for layer in store.table.layers]
-        self._frozen = [any(not slot.trainable for slot in layer.slots) for layer in store.table.layers]
+        self._trained = [sum(slot.trainable and slot.held for slot in layer.slots) for layer in store.table.layers]
+        self._frozen = [any(not slot.trainable and slot.held for slot in layer.slots) for layer in store.table.layers]
         self._arrived: dict[int, list[Slot]] = {}  # gradients that have overwritten their weights
         self._spent: list[int] = []  # retired, but this backward may still need their frozen weights
         self._gone: list[int] = []  # retired, perhaps still being copied to their tier

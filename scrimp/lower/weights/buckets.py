@@ -45,14 +45,14 @@ class Buckets:
     room_nbytes: int = 0
 
 
-def buckets_of(lowered: Lowered, later: Later, *, by_phase: bool = False) -> Buckets:
+def buckets_of(lowered: Lowered, later: Later) -> Buckets:
     """`later`: the axes along which a gradient is summed at the end of the step (`later_axes`)."""
-    room = rooms(lowered, by_phase=by_phase)
+    room = rooms(lowered)
     found: dict[Pass, PassBuckets] = {}
     names: dict[Pass, tuple[str, ...]] = {}
     known: dict[tuple[int, tuple[int, ...]], PassBuckets] = {}
     last = len(lowered.layers) - 1
-    kept = frozenset() if by_phase else _kept(lowered, room[lowered.first + last, False], room[lowered.first + last, True])
+    kept = _kept(lowered, room[lowered.first + last, False], room[lowered.first + last, True])
     for k, layer in enumerate(lowered.layers):
         for backward, program in ((False, layer.ahead), (True, layer.behind)):
             key = (lowered.first + k, backward)
@@ -68,7 +68,7 @@ def buckets_of(lowered: Lowered, later: Later, *, by_phase: bool = False) -> Buc
                     kept=stays,
                 )
             found[key] = known[same]
-    return Buckets(passes=found, names=names, room_nbytes=0 if by_phase else _peak(lowered, room))
+    return Buckets(passes=found, names=names, room_nbytes=_most(room))
 
 
 def gather_key(each: Rest) -> Key | None:
@@ -168,8 +168,8 @@ def _tile(lowered: Lowered, each: Rest) -> int:
     return each.flat_shape(lowered.mesh)[1] * ITEMSIZE[each.dtype]
 
 
-def _peak(lowered: Lowered, room: Mapping[Pass, Sequence[int]]) -> int:
-    """The step's peak over model data at rest: what is there when no layer runs."""
+def _most(room: Mapping[Pass, Sequence[int]]) -> int:
+    """The room at the step that needs least: so much is there, at least, when no layer runs."""
     return max((left for each in room.values() for left in each), default=0)
 
 

@@ -7,10 +7,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scrimp.errors import RunError
+from scrimp.errors import MoveError, RunError
 from scrimp.move.run.comm import raw_bytes
 
 TAGS = 1 << 28  # apart from those of moves, and of the user
+SPREAD = 1 << 27
+
+
+class Handle:
+    """A message on its way."""
+
+    def __init__(self, work: Any, what: str) -> None:
+        self._work, self._what = work, what
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise MoveError(f"{self._what} did not arrive: {error}") from error
 
 
 class Peers:
@@ -20,15 +34,28 @@ class Peers:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
-        return dist.isend(_bytes(tensor), stage * self.size + rank, tag=TAGS + tag)
+    def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Handle:
+        other = stage * self.size + rank
+        return Handle(dist.isend(_bytes(tensor), other, tag=TAGS + tag), f"a tensor to rank {other} of stage {stage}")
 
-    def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
-        return dist.irecv(_bytes(tensor), stage * self.size + rank, tag=TAGS + tag)
+    def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Handle:
+        other = stage * self.size + rank
+        return Handle(dist.irecv(_bytes(tensor), other, tag=TAGS + tag), f"a tensor from rank {other} of stage {stage}")
 
     def spread(self, tensor: torch.Tensor, stage: int) -> None:
-        """Overwrites a tensor with that of the first rank of a stage, on every rank."""
-        dist.broadcast(tensor, stage * self.size)
+        """Overwrites a tensor with that of the first rank of a stage, on every rank: along a binomial tree from there. Not by
+        torch's broadcast, whose thread may still hold the tensor when the call has returned."""
+        root, world = stage * self.size, dist.get_world_size()
+        mine = (dist.get_rank() - root) % world
+
+        def at(number: int) -> tuple[int, int]:
+            return divmod((number + root) % world, self.size)
+
+        if mine:
+            self.receive(tensor, *at(mine - (1 << mine.bit_length() - 1)), SPREAD).wait()
+        below = [mine + (1 << bit) for bit in range(mine.bit_length(), world.bit_length()) if mine + (1 << bit) < world]
+        for handle in [self.send(tensor, *at(number), SPREAD) for number in below]:
+            handle.wait()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -67,12 +67,6 @@ def test_weights_of_the_last_layer_stay_for_its_backward() -> None:
     assert all(not each.kept for (k, _), each in found.passes.items() if k != last)
 
 
-def test_stages_of_a_pipeline_keep_nothing_across_phases() -> None:
-    found = buckets_of(lowered_of("zero-3"), {}, by_phase=True)
-    assert found.room_nbytes == 0
-    assert not any(each.kept for each in found.passes.values())
-
-
 def test_chunks_stay_within_a_limit_but_hold_at_least_one() -> None:
     assert [*chunks([3, 3, 3, 9, 1, 1], 6)] == [[0, 1], [2], [3], [4, 5]]
     assert [*chunks([3, 3], 0)] == [[0], [1]]

@@ -34,10 +34,10 @@ def build(family: str, dim: int = 32) -> nn.Module:
     return transformers.T5ForConditionalGeneration(config).train()  # type: ignore[no-any-return]
 
 
-def batch_for(family: str, rows: int, dim: int = 32) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
+def batch_for(family: str, rows: int, dim: int = 32, step: int = 0) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
     if family != "t5":
-        return zoo.example_batch(f"{family}-tiny", rows, layers=LAYERS, dim=dim)  # type: ignore[no-any-return]
-    tokens = torch.randint(0, 64, (rows, 16), generator=torch.Generator().manual_seed(0))
+        return zoo.example_batch(f"{family}-tiny", rows, step=step, layers=LAYERS, dim=dim)  # type: ignore[no-any-return]
+    tokens = torch.randint(0, 64, (rows, 16), generator=torch.Generator().manual_seed(step))
     return {"input_ids": tokens, "labels": tokens.flip(1).contiguous()}
 
 
@@ -45,8 +45,8 @@ def planned(model: nn.Module, batch: Any, mesh: str, stages: int, micro_batches:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return plan(
-            model, batch, f"{stages * Mesh.parse(mesh).size}xCPU", mesh=mesh, precision="fp32", stages=stages,
-            micro_batches=micro_batches, interleave=interleave, **{"time_limit": 8, "gap": 0.05, **settings},
+            model, batch, f"{stages * Mesh.parse(mesh).size}xCPU", mesh=mesh, stages=stages, micro_batches=micro_batches,
+            interleave=interleave, **{"precision": "fp32", "time_limit": 8, "gap": 0.05, **settings},
         )  # fmt: skip
 
 
