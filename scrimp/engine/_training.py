@@ -327,7 +327,7 @@ class Training(Between, Accumulating):
         """Receive a gradient of a planned step, flat, or one summand of it; the residents hear of it when its layer's backward is
         done."""
         self.interrupts.check()
-        first = slot.name not in self.current.arrived and slot.name not in self.current.part_arrived
+        first = slot.name not in self.current.arrived
         self.current.arrived[slot.name] = (layer, slot)  # before the exchange, so that an error undoes it too
         with self.residents.quietly():
             self.exchanging.receive(self, layer, slot, gradient, first=first)
