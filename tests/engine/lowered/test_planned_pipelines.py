@@ -49,7 +49,7 @@ def plan_of(case: Case) -> Plan:
     if family == "t5":
         pytest.importorskip("transformers")
     model, batch = model_of(*named(family, dim)), batch_for(family, ROWS, dim)
-    return planned(model, batch, mesh, stages, MICRO, interleave, optimizer=optimizer, time_limit=4)
+    return planned(model, batch, mesh, stages, MICRO, interleave, optimizer=optimizer, time_limit=2)
 
 
 def ranks_of(plan: Plan) -> int:
