@@ -57,7 +57,8 @@ def ranks_of(plan: Plan) -> int:
 
 
 def run(plan: Plan, job: str, *args: Any, **kwargs: Any) -> list[Any]:
-    return pool(ranks_of(plan)).run(job if ":" in job else f"{JOBS}:{job}", plan.to_json(), *args, **kwargs)
+    name = job if ":" in job else f"{JOBS}:{job}"
+    return pool(ranks_of(plan)).run(name, plan.to_json(), *args, timeout_seconds=180, **kwargs)
 
 
 class Plainly:
