@@ -49,7 +49,11 @@ WATCHED = {
     "weights into the store": ("scrimp.engine._training.adopt",),
     "gradients": ("scrimp.engine._training.compute_gradients",),
     "  source of programs": ("scrimp.lower.source.Generated._function",),
-    "  planning of moves": ("scrimp.lower.moves.synthesize", "scrimp.lower.shards.synthesize"),
+    "  planning of moves": (
+        "scrimp.lower.moves.synthesize",
+        "scrimp.lower.weights.tiles.synthesize",
+        "scrimp.lower.weights.joined.synthesize",
+    ),
     "  moves": ("scrimp.engine.lowered.passes.MeteredRanks.move",),
     "update": ("scrimp.engine._training.Training.finish",),
 }
