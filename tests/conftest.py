@@ -36,7 +36,7 @@ HALVED = {
     "exchange/test_native_select", "planner/test_plan", "planner/test_coverage", "planner/test_families",
     "planner/pipeline/test_planner", "planner/answers/test_answers", "planner/baselines/test_closed_forms",
     "planner/large/test_large", "rules/ops/test_models", "rules/ops/test_shapes", "chunks/schedule/test_eviction",
-    "zoo/test_zoo", "lower/test_checker",
+    "zoo/test_zoo", "lower/test_checker", "cli/demo/test_demo", "lower/weights/test_buckets",
 }  # fmt: skip
 MANY = 4
 # The files that take longest, longest first: begun last, one of them would keep one core busy while the other has nothing to do.

@@ -28,7 +28,6 @@ Case = tuple[str, int, int, str, int, dict[str, Any]]  # family, stages, pieces 
 QUICK: list[Case] = [
     ("gpt", 2, 2, "x=2", 256, {}),
     ("llama", 4, 1, "x=2", 32, {"activations": {"keep"}}),
-    ("moe", 2, 2, "x=2", 32, {}),
 ]
 KEEP = {"activations": {"keep"}}
 FULL: list[Case] = [

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scrimp.chunks.kernels import build
+from scrimp._cache import cache_folder
 from scrimp.chunks.kernels.host_update import Native, host_kernel, takes_coded, why_no_host_kernel
 from scrimp.chunks.store.placement import Piece
 from scrimp.chunks.tables.optimizers import AdamW
@@ -223,7 +223,7 @@ for numel in (3, 61, 64, 4099):
 @with_kernel
 @pytest.mark.skipif(form() is not None, reason="this processor always has vectors")
 def test_without_vectors_too() -> None:
-    assert said(start(OTHER, build._cache().parent, ATEN_CPU_CAPABILITY="default")) == "0"
+    assert said(start(OTHER, cache_folder().parent, ATEN_CPU_CAPABILITY="default")) == "0"
 
 
 @with_kernel
