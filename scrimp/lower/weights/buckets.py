@@ -28,12 +28,13 @@ Later = Mapping[str, tuple[str, ...]]
 class PassBuckets:
     """`bring[n]`: the gathers of the pass, by number, that run where gather n is due. `sum[n]`: its gradients, by number, that
     are reduced where gradient n is made. `room_nbytes`: what may be held besides before its first step. `kept`: weights that stay
-    from the forward to the backward."""
+    from the forward to the backward. `spread`: gathers that run alone, and have room for a copy for each member."""
 
     bring: tuple[tuple[int, ...], ...]
     sum: tuple[tuple[int, ...], ...]
     room_nbytes: int
     kept: frozenset[str] = frozenset()
+    spread: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,10 @@ def buckets_of(lowered: Lowered, later: Later) -> Buckets:
             same = (id(program), tuple(left))
             if same not in known:
                 stays = kept if k == last else frozenset()
+                bring = _gathers(lowered, layer, steps, left, stays if backward else ())
                 known[same] = PassBuckets(
-                    bring=_gathers(lowered, layer, steps, left, stays if backward else ()),
+                    bring=bring,
+                    spread=_spread(lowered, layer, steps, left, bring, stays if backward else ()),
                     sum=_sums(lowered, layer, steps, left, later),
                     room_nbytes=left[0] if left else 0,
                     kept=stays,
@@ -135,6 +138,24 @@ def _gathers(
         first[key] = number
         bring[number].append(number)
     return tuple(map(tuple, bring))
+
+
+def _spread(
+    lowered: Lowered,
+    layer: LoweredLayer,
+    steps: Sequence[Step],
+    left: list[int],
+    bring: Sequence[tuple[int, ...]],
+    kept: Collection[str],
+) -> frozenset[int]:
+    """The gathers that run alone for which there is room for as many bytes again."""
+    found = set()
+    for number, (at, step) in enumerate((at, step) for at, step in enumerate(steps) if isinstance(step, Gather)):
+        each, nbytes = lowered.rest[layer.names[step.weight]], gathered_nbytes(lowered, layer, step)
+        if bring[number] == (number,) and gather_key(each) is not None and each.name not in kept and left[at] >= nbytes:
+            left[at] -= nbytes
+            found.add(number)
+    return frozenset(found)
 
 
 def _sums(

@@ -141,7 +141,8 @@ class Together:
         return tile
 
     def _bring(self, numbers: tuple[int, ...], name: str) -> None:
-        if len(numbers) < 2:
+        found = self.buckets.passes.get(self._pass)
+        if len(numbers) < 2 and (found is None or numbers[0] not in found.spread):
             self._brought[numbers[0]] = gathered(self.comm, self._share(name), self.rest[name], self.rest[name].weight)
             return
         names = [self.buckets.names[self._pass][each] for each in numbers]

@@ -221,6 +221,17 @@ def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int) -> Iterator
     """A reduce-scatter and a gather of the flat array; every member adds its part in the same order."""
     shape, me, n = holder.array.shape, members.index(rank), len(members)
     flat = contiguous(holder).view(-1)
+    if n * flat.nbytes <= all_to_all.SMALL_NBYTES:  # every member sends all to all others, and adds
+        each = flat.new_empty((n, flat.numel()))
+        each[me].copy_(flat)
+        yield Exchange(
+            sends=[Part(members[k], flat) for k in range(n) if k != me and flat.numel()],
+            receives=[Part(members[k], each[k]) for k in range(n) if k != me and flat.numel()],
+        )
+        del flat
+        holder.release()
+        holder.array = torch.sum(each, 0, dtype=each.dtype).view(shape)
+        return
     bounds = [flat.numel() * k // n for k in range(n + 1)]
     spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     filled = [k for k in range(n) if bounds[k + 1] > bounds[k]]
