@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from datetime import timedelta
 from typing import Any
 
@@ -37,9 +38,27 @@ def post_receive(group: Any, data: torch.Tensor, peer: int, tag: int) -> Any:
 
 
 def all_to_all_flat(out: torch.Tensor, local: torch.Tensor, group: Any, out_sizes: list[int], sizes: list[int]) -> None:
-    """`sizes`: elements of `local` for each rank of the group, `out_sizes`: of `out` from each."""
+    """`sizes`: bytes of `local` for each rank of the group, `out_sizes`: of `out` from each; both are flat bytes.
+
+    Gloo's thread holds the tensors of its last call until it runs on, which may be long after the call has ended: memory would
+    not be freed when the caller frees it. So on the CPU it gets tensors that do not own their memory."""
     even = len({*sizes, *out_sizes}) == 1
-    group.alltoall_base(out, local, [] if even else out_sizes, [] if even else sizes, dist.AllToAllOptions()).wait()
+    shown = [tensor if tensor.is_cuda else _shown(tensor) for tensor in (out, local)]
+    try:
+        group.alltoall_base(*shown, [] if even else out_sizes, [] if even else sizes, dist.AllToAllOptions()).wait()
+    except BaseException:
+        _abandoned.append((out, local))  # it may still be written to
+        raise
+
+
+_abandoned: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+def _shown(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes in a tensor that does not own them."""
+    if not tensor.numel():
+        return tensor
+    return torch.frombuffer((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), dtype=torch.uint8)
 
 
 def default_store() -> Any:

@@ -40,7 +40,8 @@ def private_names() -> str | None:
     mine = torch.cat([torch.full((size,), 10.0 * rank + other) for other, size in enumerate(sizes)])
     wanted = torch.cat([torch.full((size,), 10.0 * other + rank) for other, size in enumerate(sizes)])
     out = torch.empty_like(wanted)
-    all_to_all_flat(out, mine, dist.group.WORLD, sizes, sizes)
+    nbytes = [4 * size for size in sizes]
+    all_to_all_flat(out.view(torch.uint8), mine.view(torch.uint8), dist.group.WORLD, nbytes, nbytes)
     if not out.equal(wanted):
         return f"all_to_all_flat gave {out}"
     got, other = torch.empty(1), rank ^ 1
