@@ -59,7 +59,6 @@ class _Walk:
         self.nbytes: list[int] = [0]  # by storage; storage 0 stands for all that takes no bytes
         self.total = 0
         self.storages: list[dict[int, int]] = [{} for _ in lowered.layers]  # by layer: the storage of each slot
-        self.saved: list[tuple[int, ...]] = []
         self.waiting: dict[str, int] = {}  # bytes of gradients of which more summands come
         self.seen: Counter[str] = Counter()
 
@@ -82,7 +81,6 @@ class _Walk:
                     self._hold(here[slot])
             for slot in {slot for _, slot in layer.ahead.outputs} - {*layer.ahead.saved}:
                 self._drop(here[slot])
-            self.saved.append(layer.ahead.saved)
 
     def backward(self) -> None:
         arrived: dict[Key, int] = {}
@@ -122,7 +120,7 @@ class _Walk:
                     here[slot] = self._made(self._filled(layer, program, step, slot))
             donated = self._donated(step, here)
             held.append(max(before, self.total - donated))
-            most.append(self.total + sum(self.waiting.values()) + self._besides(layer, program, step))
+            most.append(self.total + sum(self.waiting.values()) + self._besides(layer, step))
             if isinstance(step, Frees):
                 for slot in step.slots:
                     self._drop(here[slot])
@@ -156,7 +154,7 @@ class _Walk:
             return self.nbytes[here[step.source]]
         return 0
 
-    def _besides(self, layer: LoweredLayer, program: Ahead | Behind, step: Step) -> int:
+    def _besides(self, layer: LoweredLayer, step: Step) -> int:
         """The most that a step takes besides the slots that it reads and fills."""
         match step:
             case Call():

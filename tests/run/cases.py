@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, product
 
+from tests.lower.test_ranks import OWN
 from tests.run.models import MODELS
 from tests.run.pairwise import Row, pairwise
-from tests.run.plans import BASELINES, OWN
+from tests.run.plans import BASELINES
 
 MESHES = ("x=2", "x=4", "x=2,y=2", "x=8", "x=2,y=4", "x=2,y=2,z=2")
 OPTIMIZERS = ("sgd", "adamw")

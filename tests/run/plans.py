@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import Any
 
 from scrimp import Mesh, Plan, plan
 from scrimp.planner.baselines.compare import BASELINES as NAMED
 from scrimp.planner.baselines.compare import baseline_plan
+from tests.lower.test_ranks import OWN
 from tests.run import models
 
-OWN: dict[str, dict[str, Any]] = {
-    "least": {},
-    "keep": {"activations": {"keep"}},
-    "recompute": {"activations": {"keep", "recompute"}},
-    "offload": {"activations": {"keep", "offload"}},
-    "fast": {"objective": "time"},
-}
 BASELINES = tuple(NAMED)
 
 

@@ -63,7 +63,7 @@ class EngineWeights:
         later = later_axes(lowered.pieces, accumulated=store.micro_batches > 1)
         self._later = {name: axes for name, axes in later.items() if self._own(name)}
         # Stages of a pipeline have several micro-batches in flight, of which the count of room knows nothing.
-        buckets = Buckets() if len(lowered.pieces) != 1 or self.staged else buckets_of(lowered.pieces[0], self._later)
+        buckets = Buckets() if self.staged else buckets_of(lowered.pieces[0], self._later)
         self._room_nbytes = buckets.room_nbytes
         self._together = Together(buckets, lowered.rest, comm, self._later, self._share)
         self._fresh: dict[int, tuple[int, int]] = {}  # by layer: the update and the fetch after which all shares were gathered
