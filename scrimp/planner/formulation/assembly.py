@@ -38,7 +38,7 @@ from scrimp.planner.formulation.builder import (
     Sketch,
 )
 from scrimp.planner.formulation.stage_boundary import NOWHERE, Outside, draw_outside
-from scrimp.planner.formulation.weight_nodes import draw_weights
+from scrimp.planner.formulation.weight_nodes import draw_buffers, draw_weights
 from scrimp.planner.shard.layer_model import LayerModel, Read, Use
 from scrimp.planner.shard.layer_runs import POINTS, Part, names_of_points
 from scrimp.planner.shard.options import Option
@@ -99,6 +99,7 @@ class Assembly:
             self._inside(k, part)
             self._borders(k, part)
             draw_weights(self, k, part)
+        draw_buffers(self)
         draw_outside(self)
 
     def _inside_operators(self, k: int, part: Part) -> None:
@@ -247,12 +248,10 @@ class Assembly:
         for name, source in inputs.items():
             if source.layer is None and name in model.uses and source.name not in self.outside.arrivals:
                 group = model.uses[name][0].group
-                nbytes = [self.numel(option.needed[name]) for option in model.options[group]]
-                itemsize = ITEMSIZE[model.values[name].dtype]
+                numel = self.ways[k, group].spread([self.numel(option.needed[name]) for option in model.options[group]])
                 for span in ((0, self.sketch.points - 1), FLIGHT):
-                    self.sketch.hold(
-                        self.nodes[k, group], *span, BUFFERS, itemsize * np.array(self.ways[k, group].spread(nbytes))
-                    )
+                    nbytes = ITEMSIZE[model.values[name].dtype] * np.array(numel)
+                    self.sketch.hold(self.nodes[k, group], *span, BUFFERS, nbytes)
                     self.sketch.must_be(*span, BUFFERS, whole_nbytes(model.values[name]))
 
     def _readers(self, k: int, output: str) -> Iterator[Reader]:

@@ -43,14 +43,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """As in `Piece`; `held`: parameters that an earlier piece of the same stage holds. `ahead` and `behind`: the links from the
-    pieces before and after it, `far` the link to the piece that shares its parameters, where there is one."""
+    """As in `Piece`; `held`: parameters that an earlier piece of the same stage holds. `first`: whether the piece is the first of
+    its stage, which holds the model's buffers. `ahead` and `behind`: the links from the pieces before and after it, `far` the
+    link to the piece that shares its parameters, where there is one."""
 
     arrivals: tuple[str, ...] = ()
     departures: frozenset[tuple[int, str]] = frozenset()
     relays: tuple[Relay, ...] = ()
     shared: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
+    first: bool = True
     ahead: Link = DEFAULT_LINK
     behind: Link = DEFAULT_LINK
     far: Link = DEFAULT_LINK

@@ -21,6 +21,7 @@ from scrimp.planner.cost.zero_levels import GRADIENTS as GRADIENT_AXES
 from scrimp.planner.cost.zero_levels import STATES, AtRest, Used, at_rest, axes_at_rest, levels
 from scrimp.planner.formulation.builder import (
     BACKWARD,
+    BUFFERS,
     FORWARD,
     GRADIENTS,
     MOVED,
@@ -103,6 +104,19 @@ def draw_weights(problem: Assembly, k: int, part: Part) -> None:
                 sketch.pair_hold(*pair, part.point(first) - 1, part.point(last), MOVED, gathered)
                 if not backward:
                     sketch.pair_hold(*pair, part.again(first) - 1, part.again(last), MOVED, gathered * again)
+
+
+def draw_buffers(problem: Assembly) -> None:
+    """Every device of every stage holds all of the model's buffers, whole, during the whole step. The first node carries them:
+    they are the same for all its options."""
+    found = [parameter for parameter in problem.graph.parameters if parameter.buffer]
+    nbytes = sum(prod(buffer.shape) * ITEMSIZE[buffer.dtype] for buffer in found)
+    if not nbytes or not problem.outside.first:
+        return
+    sketch = problem.sketch
+    for span in sketch.always:
+        sketch.hold(0, *span, BUFFERS, np.full(len(sketch.nodes[0].options), nbytes))
+        sketch.must_be(*span, BUFFERS, nbytes)
 
 
 def _reduced(

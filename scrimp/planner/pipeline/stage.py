@@ -61,7 +61,8 @@ class Stage:
 
     def __init__(self, setup: Setup, stage: int, pieces: Sequence[Piece]) -> None:
         self.stage, self.pieces = stage, tuple(pieces)
-        self.assemblies = [_assembly(setup, stage, each, held) for each, held in zip(pieces, held_before(pieces), strict=True)]
+        held = held_before(pieces)
+        self.assemblies = [_assembly(setup, stage, each, held[k], first=k == 0) for k, each in enumerate(pieces)]
         sketches = [assembly.sketch for assembly in self.assemblies]
         turns = [assembly.turn for assembly in self.assemblies]
         self.joined = joined(sketches, turns, setup.scenes[stage], setup.micro_batches)
@@ -107,11 +108,11 @@ def held_before(pieces: Sequence[Piece]) -> tuple[frozenset[str], ...]:
     return tuple(frozenset(mine & set().union(*names[:k])) for k, mine in enumerate(names))
 
 
-def _assembly(setup: Setup, stage: int, each: Piece, held: frozenset[str]) -> Assembly:
+def _assembly(setup: Setup, stage: int, each: Piece, held: frozenset[str], *, first: bool) -> Assembly:
     ends = max(setup.links, key=lambda link: (link.latency_seconds, -link.bytes_per_second))
     outside = Outside(
         arrivals=each.arrivals, departures=each.departures, relays=each.relays, shared=each.shared, held=held,
-        ahead=setup.links[stage - 1], behind=setup.links[stage], far=ends,
+        first=first, ahead=setup.links[stage - 1], behind=setup.links[stage], far=ends,
     )  # fmt: skip
     return Assembly(
         each.graph, parts_of(each.graph, setup.models), setup.moves, setup.precision, setup.rates, setup.ways,
