@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scrimp._lazy import lazily
-from scrimp.cluster import Machine, register_measure
+from scrimp.cluster import Machine, Operators, register_measure
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
@@ -70,4 +70,10 @@ def _probe(device: str | None, disk: str | Path | None) -> Machine:
     return probe(device, disk)
 
 
-register_measure(_probe)
+def _probe_operators(device: str | None) -> Operators:
+    from scrimp.engine.schedule.operator_probe import probe_operators
+
+    return probe_operators(device)
+
+
+register_measure(_probe, _probe_operators)
