@@ -76,7 +76,7 @@ def _figures(verdict: Verdict) -> str:
         return verdict.no_plan[:160]
     if not verdict.peaks:
         return ""
-    peaks = [peak / verdict.planned for peak in verdict.peaks]
+    peaks = [peak / planned for peak, planned in zip(verdict.peaks, verdict.planned, strict=True)]
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in verdict.seconds.items())
     return f"bytes {min(peaks):.3f} to {max(peaks):.3f} of the plan, error {verdict.off:.2f} of its bound, {took}"
 
@@ -84,9 +84,10 @@ def _figures(verdict: Verdict) -> str:
 def _summary(console: Console, chosen: list[Case], results: Results) -> int:
     """Returns the exit status: 1 if a case failed, 2 if none did and some have no result."""
     found = {case: results.found[str(case)] for case in chosen if str(case) in results.found}
-    groups: dict[tuple[str, str, str], dict[str, Verdict]] = defaultdict(dict)
+    groups: dict[tuple[str, ...], dict[str, Verdict]] = defaultdict(dict)
     for case, verdict in found.items():
-        groups[case.model, case.mesh, case.optimizer][case.way] = verdict
+        pipeline = (f"stages={case.stages}", f"interleave={case.interleave}") if case.stages > 1 else ()
+        groups[case.model, case.mesh, case.optimizer, *pipeline][case.way] = verdict
     order = [
         f"{' '.join(key)}: {text}"
         for key, each in groups.items()

@@ -40,10 +40,10 @@ class Moment:
 class Beside:
     """`wrong`: the largest error of each tensor so far, as a multiple of its bound; at most 1 where the arithmetic is right."""
 
-    def __init__(self, model: nn.Module, optimizer: SGD) -> None:
+    def __init__(self, model: nn.Module, optimizer: SGD, micro_batches: int) -> None:
         assert not optimizer.weight_decay
         assert isinstance(optimizer.lr, float)
-        self.model, self.lr, self.momentum = model, optimizer.lr, optimizer.momentum
+        self.model, self.lr, self.momentum, self.micro_batches = model, optimizer.lr, optimizer.momentum, micro_batches
         self.before = {key: value.clone() for key, value in model.state_dict().items()}
         self.moments: dict[str, Moment] = {}
         self.wrong: dict[str, float] = {}
@@ -52,9 +52,8 @@ class Beside:
         """A step of the engine from the weights of before, whose loss was `loss`, to those of `after`."""
         self.model.load_state_dict(self.before, strict=False)  # a tied weight has one of its names
         self.model.zero_grad()
-        wanted = models.loss_of(self.model, name, step)
-        wanted.backward()
-        self._saw("loss", abs(loss - float(wanted.detach())), GRADIENT * abs(float(wanted.detach())))
+        wanted = models.backward(self.model, name, step, self.micro_batches)
+        self._saw("loss", abs(loss - wanted), GRADIENT * abs(wanted))
         gradients = {key: each.grad.double() for key, each in self.model.named_parameters() if each.grad is not None}
         floor = FLOOR * max(float(each.norm()) for each in gradients.values())
         for key, gradient in gradients.items():

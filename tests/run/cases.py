@@ -1,7 +1,7 @@
 """All cases of `make test-run`, and the pairwise sample of them that `make test` runs.
 
-A case is a model, a mesh, a plan and an optimizer. `GENERATORS` has the sources of cases; plans with pipeline stages come as
-another function there, with their plans in `plans.py`.
+A case is a model, a mesh, a plan and an optimizer; with pipeline stages the mesh is that of a stage. `GENERATORS` has the sources
+of cases.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count, product
 
 from tests.lower.test_ranks import OWN
-from tests.run.models import MODELS
+from tests.run.models import MODELS, STAGED, is_wide
 from tests.run.pairwise import Row, pairwise
 from tests.run.plans import BASELINES
 
@@ -26,9 +26,12 @@ class Case:
     mesh: str
     way: str
     optimizer: str
+    stages: int = 1
+    interleave: int = 1
 
     def __str__(self) -> str:
-        return f"{self.model} {self.mesh} {self.way} {self.optimizer}"
+        pipeline = f" stages={self.stages} interleave={self.interleave}" if self.stages > 1 else ""
+        return f"{self.model} {self.mesh} {self.way} {self.optimizer}{pipeline}"
 
 
 def possible(model: str, mesh: str, way: str) -> bool:
@@ -54,7 +57,17 @@ def without_stages() -> Iterator[Case]:
             yield Case(*case)
 
 
-GENERATORS: tuple[Callable[[], Iterator[Case]], ...] = (without_stages,)
+STAGES = {2: ("x=1", "x=2", "x=4", "x=2,y=2"), 4: ("x=1", "x=2")}  # meshes of a stage, on up to 8 ranks
+
+
+def with_stages() -> Iterator[Case]:
+    """1F1B, and interleaved with two pieces a stage. Wide models run the plan of least memory alone: they are for the bytes."""
+    for model, (stages, meshes), interleave in product(STAGED, STAGES.items(), (1, 2)):
+        for mesh, way, optimizer in product(meshes, ("least",) if is_wide(model) else OWN, OPTIMIZERS):
+            yield Case(model, mesh, way, optimizer, stages, interleave)
+
+
+GENERATORS: tuple[Callable[[], Iterator[Case]], ...] = (without_stages, with_stages)
 
 
 def every_case() -> list[Case]:

@@ -33,6 +33,7 @@ from scrimp.planner.formulation.builder import (
 )  # fmt: skip
 from scrimp.planner.shard.layer_runs import Part
 from scrimp.planner.shard.options import Option
+from scrimp.planner.shard.placement import Placed
 
 if TYPE_CHECKING:
     from scrimp.planner.formulation.assembly import Assembly
@@ -188,6 +189,34 @@ def second_uses(
             ),
             holds=tuple(holds),
         )  # fmt: skip
+    if (back := _gradient_back(other, user, as_name)) is None:
+        return
+    group, after, made = back
+    itemsize = ITEMSIZE[two.values[as_name].dtype]
+    rows = [[_resharded(problem, source, target, itemsize) for source in made] for target in there]
+    yield SecondUse(
+        nodes=(problem.nodes[owner, first], other.nodes[user, group]), spent=(),
+        holds=(((after, after), SCRATCH, np.array(rows, np.int64)),),
+    )  # fmt: skip
+
+
+def _gradient_back(other: Assembly, user: int, name: str) -> tuple[int, int, Sequence[Placed]] | None:
+    """Of a weight's gradient: the group that makes it, the point behind its operator, and its placements by way."""
+    part, model = other.parts[user], other.parts[user].model
+    gradient = dict(model.graph.gradients).get(name)
+    if gradient is None or gradient not in model.makers:
+        return None
+    group = model.makers[gradient]
+    at = next(index for index, op in enumerate(model.graph.ops) if gradient in op.outputs)
+    return group, part.point(at) + 1, other.ways[user, group].spread([option.made[gradient] for option in model.options[group]])
+
+
+def _resharded(problem: Assembly, source: Placed, target: Placed, itemsize: int) -> int:
+    """Bytes besides a gradient while it becomes one in the placement of its weight."""
+    if source.dims == target.dims:
+        return 0
+    moves = problem.moves
+    return moves.nbytes(source, target, itemsize) + moves.staging(source, target, itemsize, donated=True)
 
 
 def _at_rest(

@@ -28,11 +28,11 @@ class Trained:
 
 def train(plan: str, name: str, steps: int) -> Trained:
     found = Plan.from_json(plan)
-    optimizer = RATES[found.optimizer]
+    optimizer, micro_batches = RATES[found.optimizer], 1 if found.schedule is None else found.schedule.micro_batches
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = Engine(models.build(name), plan=found, optimizer=optimizer, precision=found.precision, device="cpu")
-        beside = Beside(models.build(name), optimizer) if found.optimizer == "sgd" else None
+        beside = Beside(models.build(name), optimizer, micro_batches) if found.optimizer == "sgd" else None
         losses, peaks = [], []
         for step in range(steps):
             args, kwargs = models.batch(name, step)
@@ -48,15 +48,13 @@ def train(plan: str, name: str, steps: int) -> Trained:
     return Trained(losses=losses, peaks=peaks, wrong=beside.wrong if beside is not None else {})
 
 
-def plainly(model: nn.Module, name: str, steps: int) -> list[float]:
+def plainly(model: nn.Module, name: str, steps: int, micro_batches: int) -> list[float]:
     """The losses of AdamW in one process."""
     spec = RATES["adamw"]
     own = torch.optim.AdamW(model.parameters(), lr=spec.lr, weight_decay=spec.weight_decay)
     losses = []
     for step in range(steps):
-        loss = models.loss_of(model, name, step)
         own.zero_grad()
-        loss.backward()
+        losses.append(models.backward(model, name, step, micro_batches))
         own.step()
-        losses.append(float(loss.detach()))
     return losses
