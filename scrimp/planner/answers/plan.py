@@ -311,10 +311,10 @@ class Plan:
     def to_json(self) -> str:
         from scrimp.planner.answers.plan_file import FORMAT, VERSION
 
-        data = {name: value for name, value in asdict(self._bare()).items() if name not in ("mesh", "source")}
+        data = {name: value for name, value in asdict(self.bare()).items() if name not in ("mesh", "source")}
         return json.dumps({"format": FORMAT, "version": VERSION, "mesh": str(self.mesh), **data})
 
-    def _bare(self) -> Plan:
+    def bare(self) -> Plan:
         """Without the fields that only exist in the planning process."""
         schedule = self.schedule
         if schedule is not None:
