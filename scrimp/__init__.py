@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scrimp._lazy import lazily
+from scrimp._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from scrimp.chunks import SGD as SGD
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from scrimp.planner import plan as plan
     from scrimp.report import read_metrics as read_metrics
 
-__version__ = "0.1.0.dev0"
 
 _HOME = {
     "AdamW": "scrimp.chunks",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from scrimp.errors import RunError
-from scrimp.ledger import KINDS
 from scrimp.report import figures, html
 from scrimp.report.page import document
 from scrimp.report.run_folder import Run
@@ -48,13 +47,19 @@ def named_apart(runs: Sequence[Run]) -> list[Run]:
 def figure_rows(runs: Sequence[Run]) -> Rows:
     """One row for each figure that any of them has; a missing one is a dash."""
     found = [dict(summary_rows(run)) for run in runs]
-    return [(name, [each.get(name, html.NONE) for each in found]) for name in _union(found)]
+    nothing = html.Cell(text=html.NONE, value=None)
+    return [(name, [_figure(each.get(name, nothing)) for each in found]) for name in _union(found)]
+
+
+def _figure(content: html.Content) -> html.Content:
+    """Words are aligned as numbers, since both are in one column."""
+    return html.Cell(text=content, value=None) if isinstance(content, str) else content
 
 
 def peak_rows(runs: Sequence[Run]) -> Rows:
     """The peak on the device by kind: measured of a run, planned of a plan."""
     found = [_by_kind(run) for run in runs]
-    kinds = sorted(_union(found), key=lambda kind: KINDS.index(kind) if kind in KINDS else len(KINDS))
+    kinds = sorted(_union(found), key=html.order)
     rows: Rows = [(kind, [html.nbytes(each.get(kind, 0)) for each in found]) for kind in kinds]
     return [("in all", [html.nbytes(sum(each.values())) for each in found]), *rows]
 
@@ -70,14 +75,17 @@ def _peaks(runs: Sequence[Run]) -> str:
     rows = peak_rows(runs)
     found = [_by_kind(run) for run in runs]
     most = max((sum(each.values()) for each in found), default=0)
-    bars = "".join(html.heading(run.name) + html.bar([*each.items()], most) for run, each in zip(runs, found, strict=True))
+    bars = "".join(
+        html.heading(run.name) + html.bar(sorted(each.items(), key=lambda item: html.order(item[0])), most)
+        for run, each in zip(runs, found, strict=True)
+    )
     table = html.table(
         "peaks",
         ("", *(run.name for run in runs)),
         [(name if name == "in all" else html.swatch(name), *cells) for name, cells in rows],
     )
     note = html.words("Measured where there is a run, planned where there is only a plan.", "note")
-    return html.panel("peaks-panel", "Peak on the device by kind", bars, table, note)
+    return html.panel("peak", "Peak on the device by kind", bars, table, note)
 
 
 def _memory(runs: Sequence[Run]) -> str:
@@ -88,7 +96,7 @@ def _memory(runs: Sequence[Run]) -> str:
         if curve is not None and curve.places:
             end = max(curve.places[-1], 1.0)
             share = [100 * place / end for place in curve.places]
-            lines.append(figures.Line(name=run.name, steps=share, values=curve.totals))
+            lines.append(figures.Line(name=run.name, steps=share, values=curve.totals, stairs=True))
     figure = figures.lines(lines, unit="bytes", x_label="percent of the schedule steps of a training step")
     inner = (
         html.words("No step was recorded.", "note")

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scrimp.ledger import KINDS
-from scrimp.report.html import colour
+from scrimp.report import html
 from scrimp.report.timeline import Curve
 
 LINES = 6  # colours of lines in the style sheet
@@ -23,6 +22,7 @@ class Line:
     values: Sequence[float | None]
     dash: bool = False
     dots: Sequence[float] | None = None  # radius of a dot at each point
+    stairs: bool = False  # a value holds until the next one
 
 
 def lines(
@@ -45,6 +45,7 @@ def lines(
                 "x": [*each.steps],
                 "y": [*each.values],
                 "dash": each.dash,
+                "steps": each.stairs,
                 **({} if each.dots is None else {"dots": [*each.dots]}),
             }
             for k, each in enumerate(shown)
@@ -59,10 +60,11 @@ def memory(measured: Curve | None, predicted: Curve | None, budget: int | None) 
         return None
     stacked = main.to_data()
     totals = main.totals
-    order = sorted(stacked["kinds"], key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+    order = sorted(stacked["kinds"], key=lambda kind: (html.order(kind), kind))
     steps = max(int(curve.places[-1]) + 1 for curve in (measured, predicted) if curve is not None and curve.places)
     series: list[dict[str, Any]] = [
-        {"name": kind, "colour": colour(kind), "x": stacked["x"], "y": stacked["kinds"][kind], "stack": True} for kind in order
+        {"name": kind, "colour": html.colour(kind), "x": stacked["x"], "y": stacked["kinds"][kind], "stack": True}
+        for kind in order
     ]
     if measured is not None and predicted is not None:
         data = predicted.to_data()

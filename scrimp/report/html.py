@@ -105,6 +105,11 @@ def swatch(kind: str) -> Markup:
     return Markup(html=f'<span class="swatch" style="background:{colour(kind)}"></span>{escape(kind)}')
 
 
+def order(kind: str) -> int:
+    """Kinds are in the ledger's order everywhere."""
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
 def colour(kind: str) -> str:
     return f"var(--k{KINDS.index(kind)})" if kind in KINDS else "var(--other)"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from importlib.resources import files
 
@@ -12,7 +11,6 @@ from scrimp.report.plan_view import choices_panel, plan_panel
 from scrimp.report.run_folder import Run
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-TITLE = re.compile(r'<section id="([^"]+)".*?<h2[^>]*>(.*?)</h2>')
 
 
 def page(run: Run) -> str:
@@ -38,7 +36,7 @@ def page(run: Run) -> str:
 
 
 def document(title: str, lead: str, panels: list[str]) -> str:
-    links = "".join(f'<li><a href="#{key}">{name}</a></li>' for key, name in (_title(panel) for panel in panels))
+    links = "".join(f'<li><a href="#{key}">{key.capitalize()}</a></li>' for key in map(_key, panels))
     return "\n".join(
         [
             "<!doctype html>",
@@ -59,10 +57,8 @@ def document(title: str, lead: str, panels: list[str]) -> str:
     )
 
 
-def _title(panel: str) -> tuple[str, str]:
-    found = TITLE.match(panel)
-    assert found is not None
-    return found[1], found[2]
+def _key(panel: str) -> str:
+    return panel.partition('id="')[2].partition('"')[0]
 
 
 def _lead(run: Run) -> str:

@@ -44,7 +44,13 @@ def choices_panel(plan: Plan | None, choices: Mapping[str, Any]) -> str:
     title = "Alternatives"
     parts: list[str] = []
     for each in choices.get("explained", ()):
-        parts += [html.heading(each["name"]), html.table(f"price-{_key(each['name'])}", PRICES, _prices(each))]
+        groups = [part for k, group in enumerate(each["groups"]) for part in _prices(group, f"price-{_key(each['name'])}-{k}")]
+        parts.append(html.details(f"{each['name']}: {len(each['groups'])} groups of operators", *groups))
+    if parts:
+        told = (
+            "The solver searched again with one choice forbidden. What the next best adds to the peak and to a step is its price."
+        )
+        parts = [html.heading("Prices of the next best choices"), html.words(told, "note"), *parts]
     front = choices.get("front", ())
     if front:
         chosen = (plan or {}).get("memory", {}).get("peak_nbytes")
@@ -64,24 +70,24 @@ def choices_panel(plan: Plan | None, choices: Mapping[str, Any]) -> str:
     return html.panel("alternatives", title, *parts)
 
 
-PRICES = ("group", "layers", "choice", "chosen", "next best", "peak", "step", "at the peak")
+PRICES = ("choice", "chosen", "next best", "peak", "step")
 
 
-def _prices(explained: Mapping[str, Any]) -> Iterator[Sequence[html.Content]]:
-    for group in explained["groups"]:
-        held = ", ".join(f"{kind} {format_nbytes(size)}" for kind, size in group["held"]) or "nothing"
-        for choice in group["choices"]:
-            best = choice["next_best"]
-            yield (
-                group["name"],
-                len(group["layers"]),
-                choice["what"],
-                "; ".join(choice["chosen"]),
-                choice["why_none"] if best is None else "; ".join(best["chosen"]),
-                html.nbytes(None) if best is None else _more(best["peak_nbytes"]),
-                html.seconds(None) if best is None else html.seconds(best["seconds"]),
-                held,
-            )
+def _prices(group: Mapping[str, Any], key: str) -> list[str]:
+    held = ", ".join(f"{kind} {format_nbytes(size)}" for kind, size in group["held"]) or "nothing"
+    layers = f"{len(group['layers'])} layers choose together; " if len(group["layers"]) > 1 else ""
+    rows = [
+        (
+            choice["what"],
+            _code("; ".join(choice["chosen"])),
+            choice["why_none"] if best is None else _code("; ".join(best["chosen"])),
+            html.nbytes(None) if best is None else _more(best["peak_nbytes"]),
+            html.seconds(None) if best is None else html.seconds(best["seconds"]),
+        )
+        for choice in group["choices"]
+        for best in (choice["next_best"],)
+    ]
+    return [html.heading(group["name"]), html.words(f"{layers}at the peak: {held}", "note"), html.table(key, PRICES, rows)]
 
 
 def _more(size: int) -> html.Cell:
@@ -92,7 +98,7 @@ def _more(size: int) -> html.Cell:
 def cluster_name(plan: Plan) -> str:
     try:
         hardware = json.loads(plan["cluster"]).get("hardware")
-        return f"{hardware['devices']} x {hardware['kind']}" if hardware else "without device data"
+        return f"{hardware['nodes'] * hardware['devices_per_node']} x {hardware['kind']}" if hardware else "without device data"
     except (KeyError, TypeError, ValueError, AttributeError):
         return "unknown"
 
@@ -117,7 +123,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, html.Content]]:
 
 
 def _peak(memory: Mapping[str, Any]) -> list[str]:
-    kinds = [kind for kind in memory["kinds"] if kind["nbytes"]]
+    kinds = sorted((kind for kind in memory["kinds"] if kind["nbytes"]), key=lambda kind: html.order(kind["kind"]))
     rows = [(html.swatch(k["kind"]), html.nbytes(k["nbytes"]), html.nbytes(k["redundant_nbytes"])) for k in kinds]
     return [
         html.heading(f"Peak of a device, at {memory['where']}"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from scrimp.ledger import format_nbytes
 from scrimp.report import figures, html, timeline
+from scrimp.report.plan_view import cluster_name
 from scrimp.report.run_folder import Run
 
 TIERS = ("device", "streamed", "host", "disk")
@@ -231,16 +232,18 @@ def summary_rows(run: Run) -> Iterator[tuple[str, html.Content]]:
         yield "planned peak", html.nbytes(run.plan["memory"]["peak_nbytes"])
         yield "planned step", html.seconds(run.plan["seconds"])
         yield "mesh", str(run.plan["mesh"])
+        yield "cluster", cluster_name(run.plan)
     times = sorted(row["seconds"] for row in run.metrics if row.get("seconds") is not None)
     if times:
         yield "step, median", html.seconds(times[len(times) // 2])
     rates = sorted(row["tokens_per_second"] for row in run.metrics if row.get("tokens_per_second") is not None)
     if rates:
         yield "tokens a second, median", html.count(round(rates[len(rates) // 2]))
+    said = settings or run.plan or {}
+    yield "precision", str(said.get("precision", html.NONE))
+    yield "optimizer", str(said.get("optimizer", html.NONE))
     if settings:
         yield "ranks", int(settings["ranks"])
-        yield "precision", str(settings["precision"])
-        yield "optimizer", str(settings["optimizer"])
         yield "activations", str(settings["activations"])
         yield "exchange", str(settings["exchange"])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scrimp import __version__
+from scrimp._version import __version__
 from scrimp.chunks import DEVICE, DISK, HOST, STREAMED, Store
 from scrimp.engine.gradients.sparse import SparseExchange
 from scrimp.engine.observe.bound import Bound
