@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from scrimp.report.compare_page import figure_rows, named_apart, peak_rows
     from scrimp.report.html import Cell
     from scrimp.report.metrics import MetricsFile, read_metrics
-    from scrimp.report.run_folder import Run, RunWriter, finite, read, read_plan, read_rehearsal
+    from scrimp.report.run_folder import Run, RunWriter, finite, read, read_plan, rehearsal_of
     from scrimp.report.tensorboard import write_events
     from scrimp.report.writing import compare, write
 
 __all__ = [
     "Cell", "MetricsFile", "Run", "RunWriter", "compare", "figure_rows", "finite", "named_apart", "peak_rows", "read",
-    "read_metrics", "read_plan", "read_rehearsal", "write", "write_events",
+    "read_metrics", "read_plan", "rehearsal_of", "write", "write_events",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -53,7 +53,7 @@ __getattr__ = lazily(
         "finite": "scrimp.report.run_folder",
         "read": "scrimp.report.run_folder",
         "read_plan": "scrimp.report.run_folder",
-        "read_rehearsal": "scrimp.report.run_folder",
+        "rehearsal_of": "scrimp.report.run_folder",
         "write_events": "scrimp.report.tensorboard",
         "compare": "scrimp.report.writing",
         "write": "scrimp.report.writing",

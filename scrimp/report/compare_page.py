@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from scrimp.errors import RunError
@@ -132,5 +132,5 @@ def _cells(rows: Rows) -> list[tuple[html.Content, ...]]:
     return [(name, *cells) for name, cells in rows]
 
 
-def _union(tables: Sequence[dict[str, object]] | Sequence[dict[str, int]] | Sequence[dict[str, str]]) -> list[str]:
+def _union(tables: Sequence[Mapping[str, object]]) -> list[str]:
     return [*dict.fromkeys(name for table in tables for name in table)]

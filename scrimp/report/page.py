@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from html import escape
 from importlib.resources import files
 
 from scrimp.errors import RunError
@@ -16,6 +17,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 def page(run: Run) -> str:
     """Pure: the same run gives the same text."""
     try:
+        lead = _lead(run)
         panels = [
             html.panel("summary", "Summary", html.facts("summary-facts", run_view.summary_rows(run)), *run_view.peak_table(run)),
             plan_panel(run.plan),
@@ -31,8 +33,6 @@ def page(run: Run) -> str:
         raise RunError(
             f"the run '{run.name}' is damaged: {type(error).__name__} {error}; its files are not as scrimp writes them"
         ) from error
-    what = "Run" if run.run is not None else "Plan"
-    return document(f"{what} {run.name}", _lead(run), panels)
 
 
 def document(title: str, lead: str, panels: list[str]) -> str:
@@ -44,9 +44,9 @@ def document(title: str, lead: str, panels: list[str]) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">',
-            f"<title>{html.escape(title)}</title><style>{asset('style.css')}</style></head><body>",
+            f"<title>{escape(title)}</title><style>{asset('style.css')}</style></head><body>",
             '<a class="skip" href="#main">Skip to the report</a>',
-            f"<header><h1>{html.escape(title)}</h1><p class='lead'>{html.escape(lead)}</p></header>",
+            f"<header><h1>{escape(title)}</h1><p class='lead'>{escape(lead)}</p></header>",
             f'<nav aria-label="Panels"><ul>{links}</ul></nav>',
             "<noscript><p class='note'>Charts need JavaScript. Tables have their main figures.</p></noscript>",
             f'<main id="main">{"".join(panels)}</main>',

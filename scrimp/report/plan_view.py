@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 from scrimp.errors import PlanError
@@ -194,7 +195,7 @@ def _whole(whole: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _code(text: str) -> html.Markup:
-    return html.Markup(html=f'<span class="code">{html.escape(text)}</span>')
+    return html.Markup(html=f'<span class="code">{escape(text)}</span>')
 
 
 def _key(name: str) -> str:

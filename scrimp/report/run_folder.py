@@ -8,7 +8,7 @@
     plan.json       the plan that the run follows, if there is one
     rehearsal.json  a rehearsal's timeline, if somebody put one there
 
-All but run.json may be absent. Every JSON file but plan.json and rehearsal.json has a format name and a version.
+All but run.json may be absent. Every JSON file has a format name and a version.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from scrimp.report.metrics import read_metrics
 from scrimp.report.timeline import check_rehearsal, check_trace
 
 VERSION = 1
+REHEARSED = "scrimp.rehearsal"
 RUN, MACHINE, TRACE, BOUND = "scrimp.run", "scrimp.run.machine", "scrimp.run.trace", "scrimp.run.bound"
 FORMATS = {"run.json": RUN, "machine.json": MACHINE, "trace.json": TRACE, "bound.json": BOUND}
 METRICS, PLAN, REHEARSAL = "metrics.jsonl", "plan.json", "rehearsal.json"
@@ -98,7 +99,7 @@ def read_run(folder: str | Path) -> Run:
         trace=found.get("trace.json"),
         bound=found.get("bound.json"),
         plan=read_plan(folder / PLAN) if (folder / PLAN).exists() else None,
-        rehearsal=read_rehearsal(folder / REHEARSAL) if (folder / REHEARSAL).exists() else None,
+        rehearsal=rehearsal_of(folder / REHEARSAL) if (folder / REHEARSAL).exists() else None,
         metrics=tuple(read_metrics(folder / METRICS)) if (folder / METRICS).exists() else (),
     )
     if run.trace is not None:
@@ -118,9 +119,16 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def read_rehearsal(path: str | Path) -> dict[str, Any]:
-    data = read_json(Path(path), "a rehearsal of scrimp")
-    check_rehearsal(data, str(path))
+def rehearsal_of(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A rehearsal's data: of its file, or as they are."""
+    path = Path(given) if isinstance(given, (str, Path)) else None
+    data = given if isinstance(given, Mapping) else read_json(Path(given), "a rehearsal of scrimp")
+    where = "the rehearsal" if path is None else str(path)
+    try:
+        check_format(data, REHEARSED, VERSION, RunError)
+    except RunError as error:
+        raise RunError(f"{where}: {error}") from error
+    check_rehearsal(data, where)
     return data
 
 

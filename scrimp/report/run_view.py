@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 from scrimp.ledger import format_nbytes
@@ -54,6 +55,11 @@ def _peaks(run: Run, measured: timeline.Curve | None, predicted: timeline.Curve 
             at = max(range(len(totals)), key=lambda k: totals[k])
             rows.append((name, html.nbytes(totals[at]), curve.labels[at]))
     yield html.table("memory-peaks", ("", "peak of the step", "at"), rows)
+    told = run.rehearsal or {}
+    names = {"compute_seconds": "compute", "communication_seconds": "communication", "step_seconds": "expected step"}
+    found = [(f"rehearsed, {name}", html.seconds(told[key])) for key, name in names.items() if told.get(key) is not None]
+    if found:
+        yield html.facts("rehearsed", found)
     if run.trace is not None and run.rehearsal is None and measured is not None and predicted is not None:
         worst, at = difference(measured, predicted)
         yield html.facts(
@@ -111,9 +117,9 @@ def _grid(stages: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any
         said = f"resident in {sum(resident)} of {width} schedule steps"
         name = layer["path"] or "the model itself"
         rows.append(
-            f'<span title="{html.escape(name)}">{html.escape(name)}</span>'
+            f'<span title="{escape(name)}">{escape(name)}</span>'
             f'<svg viewBox="0 0 {max(width, 1)} 1" preserveAspectRatio="none" role="img" '
-            f'aria-label="{html.escape(name)}: {said}"><title>{said}</title>{"".join(shapes)}</svg>'
+            f'aria-label="{escape(name)}: {said}"><title>{said}</title>{"".join(shapes)}</svg>'
         )
     there = dict.fromkeys(layer["tier"] for layer in layers)
     keys = "".join(

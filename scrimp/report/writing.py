@@ -10,7 +10,7 @@ from typing import Any
 from scrimp.report.compare_page import compare_page
 from scrimp.report.files import replace_text
 from scrimp.report.page import page
-from scrimp.report.run_folder import Run, read, read_plan, read_rehearsal
+from scrimp.report.run_folder import Run, read, read_plan, rehearsal_of
 
 Source = str | Path | Run
 
@@ -37,7 +37,7 @@ def write(
     if plan is not None:
         run = replace(run, plan=read_plan(plan))
     if rehearsal is not None:
-        run = replace(run, rehearsal=rehearsal if isinstance(rehearsal, Mapping) else read_rehearsal(rehearsal))
+        run = replace(run, rehearsal=rehearsal_of(rehearsal))
     replace_text(Path(path), page(run))
 
 

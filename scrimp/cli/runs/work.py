@@ -13,7 +13,7 @@ from scrimp.cli._end import UsageError, typed
 from scrimp.cli._files import check_writable
 from scrimp.cli.render.table import print_table
 from scrimp.errors import ScrimpError
-from scrimp.report import Cell, Run, figure_rows, named_apart, peak_rows, read, read_plan, read_rehearsal, write, write_events
+from scrimp.report import Cell, Run, figure_rows, named_apart, peak_rows, read, read_plan, rehearsal_of, write, write_events
 from scrimp.report import compare as write_comparison
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def report(source: Path, out: Path, *, plan: Path | None, rehearsal: Path | None
         if plan is not None:
             run = replace(run, plan=read_plan(plan))
         if rehearsal is not None:
-            run = replace(run, rehearsal=read_rehearsal(rehearsal))
+            run = replace(run, rehearsal=rehearsal_of(rehearsal))
         if tensorboard is not None:
             _check_metrics(run)
     write(run, out)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from scrimp.chunks import Schedule, ScheduleStep, Store
+from scrimp.chunks import DEVICE, Schedule, ScheduleStep, Store
+from scrimp.engine.schedule.planned import Planned
 from scrimp.ledger import Timeline
 
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
 
-METERED = "all but model data"
+METERED, PACKETS = "all but model data", "packets of the exchange"
 AT_REST = ("gradients", "optimizer", "residual", "buffers", "padding")
 
 
@@ -37,9 +38,20 @@ def predicted_step(engine: Training, recorded: Timeline) -> dict[str, Any] | Non
         "kinds": {
             "parameters": [resting + sum(map(store.nbytes, resident)) for resident in residents],
             **kinds,
-            METERED: [schedule_step.room_nbytes for schedule_step in plan.trace],
+            **_besides(engine, plan),
         },
     }
+
+
+def _besides(engine: Training, plan: Planned) -> dict[str, list[int]]:
+    """What is there besides model data: as traced. The tracing step of a sparse exchange had its packets on the host. So those of
+    layers on the device are reserved, until an earlier step that followed the schedule has shown what they take."""
+    store, seen = engine.store, plan.seen
+    packets = engine.planning.sending_nbytes if any(each.tier == DEVICE for each in store.placements) else 0
+    if packets and seen is not None and seen.choice is plan.choice and seen.alike > 1:
+        return {METERED: [schedule_step.room_nbytes for schedule_step in seen.schedule_steps]}
+    reserved = {PACKETS: [packets] * len(plan.trace)} if packets else {}
+    return {METERED: [schedule_step.room_nbytes for schedule_step in plan.trace], **reserved}
 
 
 def residents_of(store: Store, schedule: Schedule, trace: tuple[ScheduleStep, ...]) -> Iterator[set[int]]:

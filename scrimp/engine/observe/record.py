@@ -12,7 +12,7 @@ from scrimp._warnings import warn
 from scrimp.engine.observe.bound import bound
 from scrimp.engine.observe.run_data import bound_data, machine_data, run_data, trace_data
 from scrimp.errors import RunError
-from scrimp.report import Run, RunWriter, finite, read_metrics, read_rehearsal, write
+from scrimp.report import Run, RunWriter, finite, read_metrics, rehearsal_of, write
 
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
@@ -68,7 +68,7 @@ def report(engine: Training, path: str | Path, rehearsal: str | Path | Mapping[s
         plan=None if engine.plan is None else json.loads(engine.plan.to_json()),
         trace=trace_data(engine),
         bound=finite(_bound(engine)),
-        rehearsal=read_rehearsal(rehearsal) if isinstance(rehearsal, (str, Path)) else rehearsal,
+        rehearsal=None if rehearsal is None else rehearsal_of(rehearsal),
         metrics=tuple(read_metrics(folder.metrics)) if folder is not None and folder.metrics.exists() else (),
     )
     write(run, path)
