@@ -30,9 +30,9 @@ def page(run: Run) -> str:
             run_view.machine_panel(run),
         ]
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        raise RunError(
-            f"the run '{run.name}' is damaged: {type(error).__name__} {error}; its files are not as scrimp writes them"
-        ) from error
+        words = f"the run '{run.name}' is damaged: {type(error).__name__} {error}; its files are not as scrimp writes them"
+        raise RunError(words) from error
+    return document(f"{'Plan' if run.run is None else 'Run'} {run.name}", lead, panels)
 
 
 def document(title: str, lead: str, panels: list[str]) -> str:
