@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scrimp._lazy import lazily
+from scrimp._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from scrimp.chunks import SGD as SGD
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from scrimp.engine import Memory as Memory
     from scrimp.engine import Progress as Progress
     from scrimp.engine import chunked_cross_entropy as chunked_cross_entropy
-    from scrimp.engine import read_metrics as read_metrics
     from scrimp.errors import CaptureError as CaptureError
     from scrimp.errors import CheckpointError as CheckpointError
     from scrimp.errors import FitError as FitError
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from scrimp.move import synthesize as synthesize
     from scrimp.planner import Plan as Plan
     from scrimp.planner import plan as plan
+    from scrimp.report import read_metrics as read_metrics
 
-__version__ = "0.1.0.dev0"
 
 _HOME = {
     "AdamW": "scrimp.chunks",
@@ -65,7 +65,7 @@ _HOME = {
     "ScrimpError": "scrimp.errors",
     "Sparse": "scrimp.exchange",
     "chunked_cross_entropy": "scrimp.engine",
-    "read_metrics": "scrimp.engine",
+    "read_metrics": "scrimp.report",
     "redistribute": "scrimp.ext.dtensor",
     "plan": "scrimp.planner",
     "redistribute_many": "scrimp.move",
