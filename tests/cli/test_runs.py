@@ -102,7 +102,7 @@ def test_no_torch_is_needed(folder: Path, tmp_path: Path) -> None:
 
 def test_a_plan_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    scrimp("plan", "gpt-tiny", "--cluster", "2xCPU", "--mesh", "x=2", "--time-limit", "6", "--report", "p.html")
+    scrimp("plan", "gpt-tiny", "--cluster", "2xCPU", "--mesh", "x=2", "--time-limit", "3", "--report", "p.html")
     text = (tmp_path / "p.html").read_text()
     assert "Prices of the next best choices" in text
     assert "Pareto front" in text

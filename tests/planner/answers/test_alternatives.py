@@ -15,11 +15,11 @@ from scrimp.planner.answers.alternatives import alternatives
 
 @pytest.fixture(scope="module")
 def plan() -> scrimp.Plan:
-    return scrimp.plan(zoo.build("gpt-tiny"), zoo.example_on_meta("gpt-tiny", batch=8), "2xCPU", mesh="x=2", time_limit=5)
+    return scrimp.plan(zoo.build("gpt-tiny"), zoo.example_on_meta("gpt-tiny", batch=8), "2xCPU", mesh="x=2", time_limit=2)
 
 
 def test_prices_and_front(plan: scrimp.Plan) -> None:
-    found = alternatives(plan, 8.0)
+    found = alternatives(plan, 4.0)
     front = [(point["peak_nbytes"], point["seconds"]) for point in found["front"]]
     assert front == sorted(front)
     assert [seconds for _, seconds in front] == sorted((seconds for _, seconds in front), reverse=True)
