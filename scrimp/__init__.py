@@ -5,7 +5,8 @@ Names are resolved when first used, so that `import scrimp` loads neither torch 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from scrimp._lazy import lazily
 from scrimp._version import __version__ as __version__
@@ -75,7 +76,12 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-__getattr__ = lazily(__name__, _HOME)
+_resolve = lazily(__name__, _HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name; or the package of reports, which users call as `scrimp.report.write`."""
+    return import_module("scrimp.report") if name == "report" else _resolve(name)
 
 
 def __dir__() -> list[str]:

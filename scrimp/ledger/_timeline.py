@@ -1,7 +1,7 @@
 """A timeline: the bytes of one step by kind, point by point.
 
-A point is an operator in a schedule step; its bytes are those at its highest total. Where no operator is known, as on CUDA, a
-schedule step is one point. `Recording` makes a timeline from the charges of a ledger.
+A point is an operator in a schedule step; its bytes are those at its highest total. Where no operator is known, as on CUDA,
+a schedule step has two points: the fetch of its layers, and the rest. `Recording` makes a timeline from the charges of a ledger.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scrimp.ledger._ledger import Ledger
 
-FETCH = "fetch"  # what runs at the beginning of a schedule step
+FETCH, RUN = "fetch", "run"  # what a schedule step does, where no operator is known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,7 @@ class Recording:
     def hold(self, resident: Sequence[bool]) -> None:
         """The layers that are resident now, after the fetches of this schedule step."""
         self._residents[-1] = tuple(k for k, there in enumerate(resident) if there)
+        self.operator = RUN
 
     def saw(self, ledger: Ledger) -> None:
         key = self._at, self.phase, self.operator

@@ -8,7 +8,7 @@ from dataclasses import replace
 from scrimp.errors import RunError
 from scrimp.report import figures, html
 from scrimp.report.page import document
-from scrimp.report.run_folder import Run
+from scrimp.report.run_folder import Run, intact
 from scrimp.report.run_view import curves, summary_rows
 
 Rows = list[tuple[str, list[html.Content]]]
@@ -16,7 +16,12 @@ Rows = list[tuple[str, list[html.Content]]]
 
 def compare_page(runs: Sequence[Run]) -> str:
     runs = named_apart(runs)
-    panels = [
+    with intact(" / ".join(run.name for run in runs)):
+        return document(" / ".join(run.name for run in runs), f"{len(runs)} runs or plans side by side.", _panels(runs))
+
+
+def _panels(runs: Sequence[Run]) -> list[str]:
+    return [
         html.panel("figures", "Figures", html.table("compared", ("", *(run.name for run in runs)), _cells(figure_rows(runs)))),
         _peaks(runs),
         _memory(runs),
@@ -33,7 +38,6 @@ def compare_page(runs: Sequence[Run]) -> str:
         ),
         _machines(runs),
     ]
-    return document(" / ".join(run.name for run in runs), f"{len(runs)} runs or plans side by side.", panels)
 
 
 def named_apart(runs: Sequence[Run]) -> list[Run]:
@@ -46,7 +50,10 @@ def named_apart(runs: Sequence[Run]) -> list[Run]:
 
 def figure_rows(runs: Sequence[Run]) -> Rows:
     """One row for each figure that any of them has; a missing one is a dash."""
-    found = [dict(summary_rows(run)) for run in runs]
+    found = []
+    for run in runs:
+        with intact(run.name):
+            found.append(dict(summary_rows(run)))
     nothing = html.Cell(text=html.NONE, value=None)
     return [(name, [_figure(each.get(name, nothing)) for each in found]) for name in _union(found)]
 
@@ -65,10 +72,11 @@ def peak_rows(runs: Sequence[Run]) -> Rows:
 
 
 def _by_kind(run: Run) -> dict[str, int]:
-    if run.run is not None:
-        return {kind: size for kind, size in run.run["ledgers"]["device"]["peak"]["by_kind"].items() if size}
-    assert run.plan is not None
-    return {kind["kind"]: kind["nbytes"] for kind in run.plan["memory"]["kinds"] if kind["nbytes"]}
+    with intact(run.name):
+        if run.run is not None:
+            return {kind: size for kind, size in run.run["ledgers"]["device"]["peak"]["by_kind"].items() if size}
+        assert run.plan is not None
+        return {kind["kind"]: kind["nbytes"] for kind in run.plan["memory"]["kinds"] if kind["nbytes"]}
 
 
 def _peaks(runs: Sequence[Run]) -> str:

@@ -68,9 +68,8 @@ def memory(measured: Curve | None, predicted: Curve | None, budget: int | None) 
     ]
     if measured is not None and predicted is not None:
         data = predicted.to_data()
-        series.append(
-            {"name": PREDICTED, "colour": "var(--mark)", "x": data["x"], "kinds": data["kinds"], "dash": True, "steps": True}
-        )
+        drawn = {"name": PREDICTED, "colour": "var(--mark)", "dash": True, "steps": True}
+        series.append({**drawn, **{key: data[key] for key in ("x", "kinds", "words", "label")}})
     if budget is not None and budget <= 4 * max(totals):
         series.append(
             {"name": BUDGET, "colour": "var(--bad)", "x": [0, steps], "y": [budget, budget], "dash": True, "steps": True}

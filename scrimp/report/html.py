@@ -57,7 +57,7 @@ def count(value: int) -> Cell:
 
 
 def share(value: float | None) -> Cell:
-    return Cell(text=NONE if value is None else f"{value:.1%}", value=value)
+    return Cell(text=NONE if value is None else f"{value:.2%}", value=value)
 
 
 def panel(key: str, title: str, *parts: str) -> str:

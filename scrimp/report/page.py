@@ -6,17 +6,16 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 
-from scrimp.errors import RunError
 from scrimp.report import html, run_view
 from scrimp.report.plan_view import choices_panel, plan_panel
-from scrimp.report.run_folder import Run
+from scrimp.report.run_folder import Run, intact
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def page(run: Run) -> str:
     """Pure: the same run gives the same text."""
-    try:
+    with intact(run.name):
         lead = _lead(run)
         panels = [
             html.panel("summary", "Summary", html.facts("summary-facts", run_view.summary_rows(run)), *run_view.peak_table(run)),
@@ -29,9 +28,6 @@ def page(run: Run) -> str:
             run_view.loss_panel(run),
             run_view.machine_panel(run),
         ]
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        words = f"the run '{run.name}' is damaged: {type(error).__name__} {error}; its files are not as scrimp writes them"
-        raise RunError(words) from error
     return document(f"{'Plan' if run.run is None else 'Run'} {run.name}", lead, panels)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from scrimp.errors import PlanError
 from scrimp.ledger import format_nbytes
 from scrimp.report import figures, html
+from scrimp.report.run_folder import intact
 
 Plan = Mapping[str, Any]
 
@@ -21,7 +21,7 @@ def plan_panel(plan: Plan | None) -> str:
         return html.panel(
             "plan", title, html.words("This run follows no plan: the engine chose placements while it ran.", "note")
         )
-    try:
+    with intact("the plan"):
         parts = [
             html.facts("plan-facts", _facts(plan)),
             *_peak(plan["memory"]),
@@ -35,8 +35,6 @@ def plan_panel(plan: Plan | None) -> str:
             *_layers(plan["layers"]),
             *_whole(plan.get("whole") or ()),
         ]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise PlanError(f"the plan is damaged: {type(error).__name__} {error}; plan again") from error
     return html.panel("plan", title, *parts)
 
 

@@ -14,7 +14,8 @@ All but run.json may be absent. Every JSON file has a format name and a version.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,16 @@ def check_same_model(plan: Mapping[str, Any], parameters: list[str], name: str) 
             f"the plan is of another model than the run '{name}': it has the weight '{strange[0]}', which the run's "
             f"{len(known)} parameters do not have"
         )
+
+
+@contextmanager
+def intact(name: str) -> Iterator[None]:
+    """Around code that reads fields of a run: a field that is missing, or of another type, is an error of the run's files."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        words = f"'{name}' is damaged: {type(error).__name__} {error}; its files are not as scrimp writes them"
+        raise RunError(words) from error
 
 
 def finite(data: Any) -> Any:

@@ -212,8 +212,8 @@ def machine_panel(run: Run) -> str:
     parts.append(html.table("versions", ("package", "version"), [*run.machine["versions"].items()]))
     rates = (run.bound or {}).get("machine")
     if rates:
-        measured = [(name, html.number(v) if isinstance(v, (int, float)) else str(v)) for name, v in rates.items()]
-        parts.append(html.table("rates", ("measured rate", "bytes or FLOP a second"), measured))
+        measured = [(name.replace("_", " "), _rate(name, value)) for name, value in rates.items()]
+        parts.append(html.table("rates", ("measured", ""), measured))
     return html.panel("machine", "Machine and versions", *parts)
 
 
@@ -267,6 +267,13 @@ def peak_table(run: Run) -> list[str]:
         html.table("ledger-peak", ("kind", "bytes"), [(html.swatch(kind), html.nbytes(size)) for kind, size in kinds]),
         html.words(f"{format_nbytes(total)} in all.", "note"),
     ]
+
+
+def _rate(name: str, value: float | str) -> html.Content:
+    if isinstance(value, str) or name == "threads":
+        return str(value)
+    size, unit = (1e12, "TFLOP/s") if name == "flops" else (1e9, "GB/s")
+    return html.Cell(text=f"{value / size:.4g} {unit}", value=value)
 
 
 def _chart(key: str, title: str, figure: dict[str, Any] | None) -> list[str]:

@@ -24,7 +24,10 @@ def alternatives(plan: Plan, time_limit: float) -> dict[str, Any]:
     if plan.source is None and (plan.schedule is None or any(stage.source is None for stage in plan.schedule.stages)):
         return {}
     end = time.monotonic() + time_limit
-    front = [] if plan.source is None else frontier(plan.source.problem, POINTS, seconds=time_limit / 2)
+    found = [] if plan.source is None else frontier(plan.source.problem, POINTS, seconds=time_limit / 2)
+    points = {(each.peak_nbytes, each.seconds) for each in found} | (
+        {(plan.memory.peak_nbytes, plan.seconds)} if found else set()
+    )
     paths = [layers.path for layers in plan.layers if layers.path and layers.ops]
     explained = []
     for k, path in enumerate(paths):
@@ -32,6 +35,15 @@ def alternatives(plan: Plan, time_limit: float) -> dict[str, Any]:
         if left > 0 and not (plan.schedule is not None and plan.schedule.interleave > 1):
             explained.append(asdict(explain(plan, path, seconds=left)))
     return {
-        "front": [{"peak_nbytes": each.peak_nbytes, "seconds": each.seconds} for each in front],
+        "front": [{"peak_nbytes": peak, "seconds": seconds} for peak, seconds in _best(points)],
         "explained": explained,
     }
+
+
+def _best(points: set[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Those that no other point beats in both; each of them is optimal up to a gap, the plan's own among them."""
+    kept: list[tuple[int, float]] = []
+    for peak, seconds in sorted(points):
+        if not kept or seconds < kept[-1][1]:
+            kept.append((peak, seconds))
+    return kept

@@ -231,11 +231,15 @@ class Chart {
     this.mark();
     const title = document.createElement("b");
     title.textContent = this.data.label ? this.data.words[this.data.label[this.at]] : `${this.data.x_label} ${this.formatX(place)}`;
+    const other = this.shown().find((each) => each.kinds);
+    const told = document.createElement("div");
+    told.className = "told";
+    if (other) told.textContent = `predicted: ${other.words[other.label[before(other.x, place)]]}`;
     const rows = this.rows(place);
     const table = document.createElement("table");
     if (rows.some((row) => row.length > 2)) this.row(table, ["", this.data.total, "predicted"], "th");
     for (const [name, ...values] of rows) this.row(table, [name, ...values], "td");
-    this.readout.replaceChildren(title, table);
+    this.readout.replaceChildren(title, told, table);
     const said = rows.map(([name, value]) => `${name} ${value === null ? "unknown" : this.format(value)}`);
     this.plot.setAttribute("aria-valuemin", "0");
     this.plot.setAttribute("aria-valuemax", String(this.main.x.length - 1));
