@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from scrimp.lower.stages import Staged, lower_stages
     from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
     from scrimp.lower.weights.joined import shared_together, summed_together
-    from scrimp.lower.weights.overlap import Overlap, overlap_of, without_overlap
+    from scrimp.lower.weights.overlap import Overlap, overlap_of
     from scrimp.lower.weights.rest import Rest
     from scrimp.lower.weights.shards import Shards
     from scrimp.lower.weights.tiles import cut, flat_tile, gathered, shared, summed
@@ -88,7 +88,6 @@ __all__ = [
     "shared_together",
     "summed",
     "summed_together",
-    "without_overlap",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -119,7 +118,6 @@ __getattr__ = lazily(
         "chunks": "scrimp.lower.weights.buckets",
         "Overlap": "scrimp.lower.weights.overlap",
         "overlap_of": "scrimp.lower.weights.overlap",
-        "without_overlap": "scrimp.lower.weights.overlap",
         "Summed": "scrimp.lower.weights.together",
         "Together": "scrimp.lower.weights.together",
         "shared_together": "scrimp.lower.weights.joined",

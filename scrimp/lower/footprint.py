@@ -61,20 +61,24 @@ def rooms(lowered: Lowered) -> dict[Pass, list[int]]:
     return {key: [peak - nbytes for nbytes in (*each.most, each.after)] for key, each in found.items()}
 
 
-def check_holds(lowered: Lowered, holds: Sequence[Hold]) -> None:
-    """Raises if what is held besides is more than the peak of the step, at any place."""
-    found = footprint(lowered)
-    peak = max(max(each.held) for each in found.values() if each.held)
-    most = [nbytes for each in found.values() for nbytes in (*each.most, each.after)]
+def check_holds(lowered: Lowered, left: Mapping[Pass, Sequence[int]], holds: Sequence[Hold]) -> None:
+    """Counts again. Raises if moves on their way, beside what buckets take of the room, raise the peak of the step. `left`: the
+    room that buckets leave."""
+    found = rooms(lowered)
+    room = [nbytes for each in found.values() for nbytes in each]
+    after = [nbytes for key in found for nbytes in left[key]]
+    taken = [before - now for before, now in zip(room, after, strict=True)]
+    held = set()
     for hold in holds:
         for place in range(hold.start, hold.stop):
-            most[place] += hold.nbytes
-    held = {place for hold in holds for place in range(hold.start, hold.stop)}
-    worst = max(held, key=most.__getitem__, default=None)
-    if worst is not None and most[worst] > peak:
-        raise RunError(
-            f"moves beside operators would take {most[worst]:,} bytes at place {worst}, and the plan's peak is {peak:,}"
-        )
+            taken[place] += hold.nbytes
+            held.add(place)
+    for place in sorted(held):
+        if taken[place] > room[place]:
+            raise RunError(
+                f"buckets and moves beside operators would take {taken[place]:,} bytes at place {place} of the step, where the "
+                f"plan leaves {room[place]:,}: this is a fault of scrimp; please report the plan"
+            )
 
 
 class _Walk:

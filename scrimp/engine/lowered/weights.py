@@ -34,7 +34,6 @@ from scrimp.lower import (
     overlap_of,
     shared_together,
     summed_together,
-    without_overlap,
 )
 from scrimp.planner import Placed
 
@@ -42,8 +41,7 @@ Receive = Callable[[int, Slot, torch.Tensor], None]
 
 
 class EngineWeights:
-    """`receive(layer, slot, gradient)` takes a gradient of a micro-batch. `at`: the place of each layer in the store's table.
-    `overlap`: whether moves run beside operators, where there is room."""
+    """`receive(layer, slot, gradient)` takes a gradient of a micro-batch. `at`: the place of each layer in the store's table."""
 
     gain = 1  # the factor of the loss whose gradients come here
     staged = False
@@ -57,8 +55,6 @@ class EngineWeights:
         model: nn.Module,
         receive: Receive,
         at: tuple[int, ...],
-        *,
-        overlap: bool = True,
     ) -> None:
         self.lowered, self.comm, self._data, self.residents = lowered, comm, store, residents
         self._model = model
@@ -72,10 +68,8 @@ class EngineWeights:
         # Stages of a pipeline have several micro-batches in flight, of which the count of room knows nothing.
         buckets = Buckets() if self.staged else buckets_of(lowered.pieces[0], self._later)
         self._room_nbytes = buckets.room_nbytes
-        overlaps = Overlap() if self.staged else overlap_of(lowered.pieces[0], buckets, self._later)
-        if not overlap:
-            overlaps = without_overlap(buckets)
-        self._together = Together(buckets, overlaps, lowered.rest, comm, self._later, self._share)
+        overlap = Overlap() if self.staged else overlap_of(lowered.pieces[0], buckets, self._later)
+        self._together = Together(buckets, overlap, lowered.rest, comm, self._later, self._share)
         self._fresh: dict[int, tuple[int, int]] = {}  # by layer: the update and the fetch after which all shares were gathered
         self._waiting: dict[str, torch.Tensor] = {}  # gradients whose weights are still read, or of which more summands come
         self._seen: dict[str, int] = {}  # summands of this backward, so far

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 
 from scrimp.lower.footprint import Hold, Pass, check_holds, gathered_nbytes
 from scrimp.lower.model import Lowered
@@ -27,7 +27,7 @@ Hook = tuple[Pass, str, int]  # of a pass its gather or gradient ("sum") of this
 class Overlap:
     """`starts`: behind a hook, the gathers that start there, each named by its pass and number. `ends`: of reductions that are
     not waited for where they start, before which gradient, or at the end of which pass, they are. `room_nbytes`: of each pass,
-    what may be held besides before its first step."""
+    what may be held besides before its first step. `holds`: what moves take on their way."""
 
     starts: Mapping[Hook, tuple[tuple[Pass, int], ...]] = field(default_factory=dict)
     ends: Mapping[Hook, Hook] = field(default_factory=dict)
@@ -35,15 +35,11 @@ class Overlap:
     holds: tuple[Hold, ...] = ()
 
 
-def without_overlap(buckets: Buckets) -> Overlap:
-    return Overlap(room_nbytes={key: left[0] for key, left in buckets.left.items()})
-
-
 def overlap_of(lowered: Lowered, buckets: Buckets, later: Later) -> Overlap:
     line = _Line(lowered, buckets)
     starts = _starts(lowered, buckets, line)
     ends = _ends(lowered, later, buckets, line)
-    check_holds(lowered, line.holds)
+    check_holds(lowered, buckets.left, line.holds)
     return Overlap(starts=starts, ends=ends, room_nbytes=line.first, holds=tuple(line.holds))
 
 
@@ -144,7 +140,7 @@ def _ends(lowered: Lowered, later: Later, buckets: Buckets, line: _Line) -> dict
                 made.append(((key, "sum", number), nbytes))
     found: dict[Hook, Hook] = {}
     last = len(line.room) - 1
-    for (hook, nbytes), after in zip_longest(made, [line.at[each] for each, _ in made[1:]], fillvalue=last):
+    for (hook, nbytes), after in zip(made, [*(line.at[each] for each, _ in made[1:]), last], strict=False):
         start = line.at[hook] + 1
         stop = line.onward(start, nbytes)
         until = next(
