@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from scrimp.layout import Mesh
+from scrimp.lower import Arrived
 from scrimp.move import Program
 
 
@@ -63,6 +64,9 @@ class Silent:
         if program.src.dims == program.dst.dims:
             return local
         return local.new_zeros(program.dst.local_shape(program.shape, self.mesh, self.rank))
+
+    def start(self, program: Program, local: Tensor, *, donate: bool) -> Arrived:
+        return Arrived(self.move(program, local, donate=donate))
 
     def all_reduce(self, tensor: Tensor, how: str, axes: tuple[str, ...]) -> Tensor:
         return tensor.clone()

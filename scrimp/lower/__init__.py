@@ -16,7 +16,8 @@ Read in this order:
     moves.py      communication: moves between placements
     footprint.py  the bytes that each step holds, and the room that is left below the peak
     weights/      rest.py: the shards of weights between steps; tiles.py: gathers and sums; buckets.py, joined.py: several of
-                  them in one move; shards.py: the model's data on a rank
+                  them in one move; overlap.py: which of them run beside operators; together.py: runs them; shards.py: the
+                  model's data on a rank
     run.py        a training step: forward and backward through all layers
     source.py     the steps of a layer as generated Python, which runs them
     interpret.py  runs them one by one: the oracle of the generated source
@@ -36,31 +37,37 @@ if TYPE_CHECKING:
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.layer_module import LayerModule, module
     from scrimp.lower.model import Lowered, LoweredLayer, later_axes, lower
-    from scrimp.lower.moves import Communicator, Ranks, local_shape, made_whole, redistribute
+    from scrimp.lower.moves import Arrived, Communicator, Handle, Ranks, local_shape, made_whole, redistribute
     from scrimp.lower.pipeline import Pipeline
     from scrimp.lower.run import Runner
     from scrimp.lower.source import Generated
     from scrimp.lower.stages import Staged, lower_stages
     from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
-    from scrimp.lower.weights.joined import Together, shared_together, summed_together
+    from scrimp.lower.weights.joined import shared_together, summed_together
+    from scrimp.lower.weights.overlap import Overlap, overlap_of
     from scrimp.lower.weights.rest import Rest
     from scrimp.lower.weights.shards import Shards
     from scrimp.lower.weights.tiles import cut, flat_tile, gathered, shared, summed
+    from scrimp.lower.weights.together import Summed, Together
 
 __all__ = [
+    "Arrived",
     "Buckets",
     "Communicator",
     "Generated",
+    "Handle",
     "Interpreter",
     "LayerModule",
     "Lowered",
     "LoweredLayer",
+    "Overlap",
     "Pipeline",
     "Ranks",
     "Rest",
     "Runner",
     "Shards",
     "Staged",
+    "Summed",
     "Together",
     "buckets_of",
     "check",
@@ -75,6 +82,7 @@ __all__ = [
     "lower_stages",
     "made_whole",
     "module",
+    "overlap_of",
     "redistribute",
     "shared",
     "shared_together",
@@ -87,7 +95,9 @@ __getattr__ = lazily(
     {
         "check": "scrimp.lower.checker",
         "digest": "scrimp.lower.checker",
+        "Arrived": "scrimp.lower.moves",
         "Communicator": "scrimp.lower.moves",
+        "Handle": "scrimp.lower.moves",
         "Ranks": "scrimp.lower.moves",
         "Interpreter": "scrimp.lower.interpret",
         "Lowered": "scrimp.lower.model",
@@ -106,7 +116,10 @@ __getattr__ = lazily(
         "Buckets": "scrimp.lower.weights.buckets",
         "buckets_of": "scrimp.lower.weights.buckets",
         "chunks": "scrimp.lower.weights.buckets",
-        "Together": "scrimp.lower.weights.joined",
+        "Overlap": "scrimp.lower.weights.overlap",
+        "overlap_of": "scrimp.lower.weights.overlap",
+        "Summed": "scrimp.lower.weights.together",
+        "Together": "scrimp.lower.weights.together",
         "shared_together": "scrimp.lower.weights.joined",
         "summed_together": "scrimp.lower.weights.joined",
         "cut": "scrimp.lower.weights.tiles",

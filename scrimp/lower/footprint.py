@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from scrimp.errors import RunError
 from scrimp.lower.model import Lowered, LoweredLayer
 from scrimp.lower.moves import hops
 from scrimp.lower.steps import Accumulate, Ahead, Behind, Buffer, Call, Gather, Move, Offload, Reduce, Step, filled
@@ -28,10 +29,20 @@ Key = tuple[int | None, str]
 
 @dataclass(frozen=True, kw_only=True)
 class PassBytes:
-    """By step of the pass."""
+    """By step of the pass. `after`: the most behind it, before the next pass begins."""
 
     held: tuple[int, ...]
     most: tuple[int, ...]
+    after: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """Bytes besides, at the places [start, stop): the steps of all passes in their order, and behind each pass one place more."""
+
+    start: int
+    stop: int
+    nbytes: int
 
 
 def footprint(lowered: Lowered) -> Mapping[Pass, PassBytes]:
@@ -42,11 +53,32 @@ def footprint(lowered: Lowered) -> Mapping[Pass, PassBytes]:
     return walk.found
 
 
-def rooms(lowered: Lowered) -> Mapping[Pass, list[int]]:
-    """By step, the bytes that may be added there without raising the step's peak; negative where the bounds say nothing."""
+def rooms(lowered: Lowered) -> dict[Pass, list[int]]:
+    """By step, and behind the last one, the bytes that may be added there without raising the step's peak; negative where the
+    bounds say nothing."""
     found = footprint(lowered)
     peak = max(max(each.held) for each in found.values() if each.held)
-    return {key: [peak - nbytes for nbytes in each.most] for key, each in found.items()}
+    return {key: [peak - nbytes for nbytes in (*each.most, each.after)] for key, each in found.items()}
+
+
+def check_holds(lowered: Lowered, left: Mapping[Pass, Sequence[int]], holds: Sequence[Hold]) -> None:
+    """Counts again. Raises if moves on their way, beside what buckets take of the room, raise the peak of the step. `left`: the
+    room that buckets leave."""
+    found = rooms(lowered)
+    room = [nbytes for each in found.values() for nbytes in each]
+    after = [nbytes for key in found for nbytes in left[key]]
+    taken = [before - now for before, now in zip(room, after, strict=True)]
+    held = set()
+    for hold in holds:
+        for place in range(hold.start, hold.stop):
+            taken[place] += hold.nbytes
+            held.add(place)
+    for place in sorted(held):
+        if taken[place] > room[place]:
+            raise RunError(
+                f"buckets and moves beside operators would take {taken[place]:,} bytes at place {place} of the step, where the "
+                f"plan leaves {room[place]:,}: this is a fault of scrimp; please report the plan"
+            )
 
 
 class _Walk:
@@ -75,6 +107,7 @@ class _Walk:
                 if not readers[key]:
                     self._drop(made.pop(key, 0))
             self._run(k, layer, layer.ahead)
+            self._behind(k, backward=False)
             for name, slot in layer.ahead.outputs:
                 if readers.get((k, name)):
                     made[k, name] = here[slot]
@@ -94,10 +127,16 @@ class _Walk:
             self._run(k, layer, layer.behind)
             sources = dict(layer.sources)
             leaving = {slot for _, slot in layer.behind.gradients}
+            self._behind(k, backward=True)
             for name, slot in layer.behind.gradients:
                 key = (sources[name].layer, sources[name].name)
                 if key[0] is None:
                     continue
+                place = layer.behind.slots[slot].place
+                wanted = dict(self.lowered.layers[key[0]].arrives).get(key[1], place)
+                dtype = layer.chosen.values[layer.behind.slots[slot].value].dtype
+                moving = self._moving(place, wanted, dtype) if place != wanted else 0
+                self._behind(k, backward=True, more=moving + (self.nbytes[here[slot]] if key in arrived else 0))
                 if key in arrived:  # their sum is another tensor
                     self._drop(arrived[key])
                     arrived[key] = self._made(self.nbytes[here[slot]])
@@ -126,7 +165,13 @@ class _Walk:
                     self._drop(here[slot])
             elif isinstance(step, Accumulate):
                 self._accumulate(layer.names[step.weight])
-        self.found[self.lowered.first + k, isinstance(program, Behind)] = PassBytes(held=tuple(held), most=tuple(most))
+        self.found[self.lowered.first + k, isinstance(program, Behind)] = PassBytes(held=tuple(held), most=tuple(most), after=0)
+
+    def _behind(self, k: int, *, backward: bool, more: int = 0) -> None:
+        """Notes what is live behind a pass."""
+        key = (self.lowered.first + k, backward)
+        now = self.total + sum(self.waiting.values()) + more
+        self.found[key] = replace(self.found[key], after=max(self.found[key].after, now))
 
     def _accumulate(self, name: str) -> None:
         """A rank's share of a gradient waits until all its summands have come, unless gradients have a place at rest."""

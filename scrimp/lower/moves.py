@@ -8,7 +8,7 @@ an attention kernel's result follows its query, and a view that was free would b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, Protocol
@@ -17,10 +17,26 @@ import torch
 
 from scrimp.errors import RunError
 from scrimp.layout import Layout, Mesh
-from scrimp.move import Program, run_program, synthesize
+from scrimp.move import Program, Started, run_program, start_program, synthesize
 from scrimp.planner import Placed, between, common, unsplit
 
 MOST_MET = 1 << 16  # moves of a step that are remembered; evaluations never repeat theirs
+
+
+class Handle(Protocol):
+    """A move on its way."""
+
+    def wait(self) -> torch.Tensor: ...
+
+
+class Arrived:
+    """A move that has ended."""
+
+    def __init__(self, made: torch.Tensor) -> None:
+        self._made = made
+
+    def wait(self) -> torch.Tensor:
+        return self._made
 
 
 class Communicator(Protocol):
@@ -29,9 +45,32 @@ class Communicator(Protocol):
 
     def move(self, program: Program, local: torch.Tensor, *, donate: bool) -> torch.Tensor: ...
 
+    def start(self, program: Program, local: torch.Tensor, *, donate: bool) -> Handle:
+        """The same, while other work runs. All ranks start their moves in one order, and wait for them in one order."""
+        ...
+
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
         """`how`: "sum" or "max"."""
         ...
+
+
+Start = Callable[[Program, torch.Tensor, bool], Handle]  # a program, this rank's tile, and whether it may be freed
+
+
+def at_once(comm: Communicator) -> Start:
+    return lambda program, local, donate: Arrived(comm.move(program, local, donate=donate))
+
+
+def behind(comm: Communicator) -> Start:
+    return lambda program, local, donate: comm.start(program, local, donate=donate)
+
+
+class UnderWay:
+    def __init__(self, started: Started) -> None:
+        self._started = started
+
+    def wait(self) -> torch.Tensor:
+        return self._started.wait()[0]
 
 
 class Ranks:
@@ -48,6 +87,13 @@ class Ranks:
         self.mesh, self.rank, self.group = mesh, rank, group
         self._met: set[tuple[int, str]] = set()
 
+    def start(self, program: Program, local: torch.Tensor, *, donate: bool) -> Handle:
+        """A move that has not met yet ends here: one that meets no other fails at once, not behind others."""
+        if not program.steps or (self._after(1), program.hash) not in self._met:
+            return Arrived(self.move(program, local, donate=donate))
+        self.note(1)
+        return UnderWay(start_program(program, local, group=self.group, donate=donate, turn=self.turn))
+
     def move(self, program: Program, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
         if not program.steps:
             return run_program(program, local, group=self.group, donate=donate)
@@ -63,7 +109,10 @@ class Ranks:
 
     def note(self, what: int) -> None:
         """Before a move: what it is for."""
-        self.turn = (self.turn * 1_000_003 + what) % (1 << 61)
+        self.turn = self._after(what)
+
+    def _after(self, what: int) -> int:
+        return (self.turn * 1_000_003 + what) % (1 << 61)
 
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
         return all_reduce(self, tensor, how, axes)

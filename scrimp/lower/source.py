@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from traceback import walk_tb
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from scrimp.lower.steps import (
     Store,
     described,
 )
+from scrimp.lower.weights.together import Together
 from scrimp.rules import At, localize, on_device, plain_call
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
@@ -84,6 +85,8 @@ class Generated(Runner):
         layer = self.lowered.layers[self.layer - self.lowered.first]
         path = layer.path or "the model itself"
         for frame, line in reversed([*walk_tb(error.__traceback__)]):
+            if frame.f_code in (Together.start_gather.__code__, Together.end_sum.__code__):
+                return self._beside(frame)
             if frame.f_code in self.steps:
                 step = self.steps[frame.f_code][line - 1]
                 op = layer.chosen.ops[step.op].op if isinstance(step, Call) else None
@@ -93,6 +96,14 @@ class Generated(Runner):
                 what = "sum of gradients that reach one value" if frame.f_code is Runner._arrive.__code__ else "sum of the loss"
                 return f"layer {path}, {what}"
         return None
+
+    def _beside(self, frame: FrameType) -> str:
+        """Of a move that runs beside operators of this layer or of another one."""
+        number, backward = frame.f_locals["of"]
+        path = self.lowered.layers[number - self.lowered.first].path or "the model itself"
+        if frame.f_code is Together.end_sum.__code__:
+            return f"layer {path}, backward, reduction of the gradient of {frame.f_locals['names'][0]}"
+        return f"layer {path}, {'backward' if backward else 'forward'}, gather of {frame.f_locals['name']}"
 
     def _function(self, chosen: ChosenLayer, program: Ahead | Behind, given: tuple[int, ...], left: tuple[int, ...]) -> Function:
         bound: dict[str, Any] = {

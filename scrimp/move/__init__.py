@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from scrimp.move.run.many import redistribute_many
     from scrimp.move.run.peers import Peers
     from scrimp.move.run.received import received_nbytes
-    from scrimp.move.run.run import run_between, run_program
+    from scrimp.move.run.run import Started, run_between, run_program, start_program
     from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout
 
 __all__ = [
-    "ITEMSIZE", "MoveCost", "MoveCosts", "Peers", "Program", "Step", "all_gather_flat", "clear_program_cache",
-    "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "received_nbytes",
-    "redistribute_many", "run_between", "run_program", "stage_nbytes", "synthesize", "tiles",
+    "ITEMSIZE", "MoveCost", "MoveCosts", "Peers", "Program", "Started", "Step", "all_gather_flat", "clear_program_cache",
+    "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "received_nbytes", "redistribute_many",
+    "run_between", "run_program", "stage_nbytes", "start_program", "synthesize", "tiles",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -59,8 +59,10 @@ __getattr__ = lazily(
         "redistribute_many": "scrimp.move.run.many",
         "Peers": "scrimp.move.run.peers",
         "received_nbytes": "scrimp.move.run.received",
+        "Started": "scrimp.move.run.run",
         "run_between": "scrimp.move.run.run",
         "run_program": "scrimp.move.run.run",
+        "start_program": "scrimp.move.run.run",
         "default_store": "scrimp.move.run.torch_private",
         "group_timeout": "scrimp.move.run.torch_private",
     },

@@ -18,7 +18,7 @@ import torch
 from scrimp import Mesh, Plan, RunError, plan, zoo
 from scrimp.capture import from_json, to_json
 from scrimp.ext.ranks import pool
-from scrimp.lower import Generated, lower
+from scrimp.lower import Arrived, Generated, lower
 from scrimp.lower.moves import local_shape, redistribute
 from scrimp.lower.steps import Move
 from scrimp.move import Program
@@ -90,6 +90,9 @@ class Recorder:
     def move(self, program: Program, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
         self.programs.append(program)
         return torch.empty(program.dst.local_shape(program.shape, self.mesh, self.rank))
+
+    def start(self, program: Program, local: torch.Tensor, *, donate: bool) -> Arrived:
+        return Arrived(self.move(program, local, donate=donate))
 
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
         raise AssertionError("a move is no sum")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,18 +174,18 @@ def many(items: list[tuple[tuple[int, ...], str, str]], native: bool, bucket_nby
         given.append((local, src, dst, shape))
         wanted.append(tile_of(full, dst, mesh, comm.rank).to(dtype))
     calls = 0
-    serve = comm.serve
+    post = comm.post
 
-    def counted(requests: object, tag: int = 0) -> None:
+    def counted(requests: Any, tag: int = 0, *, ahead: bool = False) -> Any:
         nonlocal calls
         calls += 1
-        serve(requests, tag)  # type: ignore[arg-type]
+        return post(requests, tag, ahead=ahead)
 
-    comm.serve = counted  # type: ignore[method-assign]
+    comm.post = counted  # type: ignore[method-assign]
     try:
         out = redistribute_many(given, mesh, bucket_nbytes=bucket_nbytes, donate=donate)
     finally:
-        comm.serve = serve  # type: ignore[method-assign]
+        comm.post = post  # type: ignore[method-assign]
         comm.native = None
     bad = [f"{items[k]}: {a} != {b}" for k, (a, b) in enumerate(zip(out, wanted, strict=True)) if not torch.equal(a, b)]
     return bad, calls

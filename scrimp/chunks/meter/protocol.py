@@ -39,6 +39,9 @@ class Meter(Protocol):
         """Run code as one operator, the same for each `key`: its result is of `kind`, what it takes besides of `rest`. It may
         empty the storage of `given`."""
 
+    def counting(self, kind: str) -> AbstractContextManager[None]:
+        """Inside, what operators make is of this kind, and storages may be emptied."""
+
     def mark(self, tensor: torch.Tensor, kind: str) -> None:
         """Change the kind of a counted storage."""
 

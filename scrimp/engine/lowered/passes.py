@@ -20,8 +20,8 @@ from scrimp.engine.lowered.weights import EngineWeights
 from scrimp.engine.lowered.whole_weights import WholeWeights
 from scrimp.engine.step.batch import to_device
 from scrimp.engine.step.phase import Phase
-from scrimp.errors import RunError
-from scrimp.lower import Generated, Ranks
+from scrimp.errors import FitError, RunError
+from scrimp.lower import Generated, Handle, Ranks
 from scrimp.move import Program as MoveProgram
 
 if TYPE_CHECKING:
@@ -39,6 +39,25 @@ class MeteredRanks(Ranks):
             return run()
         owns = local.untyped_storage().nbytes() == local.nbytes  # else it cannot be donated
         return self.meter.as_one((program.hash, donate, owns, local.stride()), local, run, "moved", "scratch")
+
+    def start(self, program: MoveProgram, local: torch.Tensor, *, donate: bool) -> Handle:
+        if self.meter is None:
+            return super().start(program, local, donate=donate)
+        with self.meter.counting("scratch"):
+            return MeteredHandle(super().start(program, local, donate=donate), self.meter)
+
+
+class MeteredHandle:
+    """Of a move that runs beside others: the meter counts its storages one by one."""
+
+    def __init__(self, handle: Handle, meter: Meter) -> None:
+        self._handle, self._meter = handle, meter
+
+    def wait(self) -> torch.Tensor:
+        with self._meter.counting("scratch"):
+            made = self._handle.wait()
+        self._meter.mark(made, "moved")
+        return made
 
 
 def taking(engine: weakref.ref[Training]) -> Callable[[int, Slot, torch.Tensor], None]:
@@ -108,6 +127,9 @@ class PlannedPasses:
             meter.lend(tensor)
         try:
             return self._metered(engine, here, number)
+        except FitError:  # it is tried again, on all ranks, with the memory of moves that are still on their way
+            self.weights.settle()
+            raise
         finally:
             for tensor in here.values():
                 meter.forget(tensor)

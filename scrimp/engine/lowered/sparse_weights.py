@@ -15,7 +15,7 @@ import torch
 
 from scrimp.chunks import DEVICE
 from scrimp.engine.lowered.weights import EngineWeights
-from scrimp.lower import Rest, summed
+from scrimp.lower import Rest, Summed, summed
 from scrimp.planner import Placed, common
 
 
@@ -34,8 +34,8 @@ class SparseWeights(EngineWeights):
         """The exchange takes a gradient once, when it is whole."""
         return False
 
-    def _sums(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> list[tuple[str, torch.Tensor]]:
-        return [(name, self._summed(name, gradient, place, donate=donate))]
+    def _sums(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> list[Summed]:
+        return [Summed(self._layer, name, self._summed(name, gradient, place, donate=donate))]
 
     def _summed(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> torch.Tensor:
         each, storage = self.rest[name], gradient.untyped_storage().data_ptr()

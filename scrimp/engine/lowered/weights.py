@@ -21,14 +21,17 @@ from scrimp.engine.step.input_offload import on_host
 from scrimp.engine.step.residency import Residents
 from scrimp.lower import (
     Buckets,
+    Overlap,
     Ranks,
     Rest,
+    Summed,
     Together,
     buckets_of,
     chunks,
     gathered,
     later_axes,
     made_whole,
+    overlap_of,
     shared_together,
     summed_together,
 )
@@ -65,7 +68,8 @@ class EngineWeights:
         # Stages of a pipeline have several micro-batches in flight, of which the count of room knows nothing.
         buckets = Buckets() if self.staged else buckets_of(lowered.pieces[0], self._later)
         self._room_nbytes = buckets.room_nbytes
-        self._together = Together(buckets, lowered.rest, comm, self._later, self._share)
+        overlap = Overlap() if self.staged else overlap_of(lowered.pieces[0], buckets, self._later)
+        self._together = Together(buckets, overlap, lowered.rest, comm, self._later, self._share)
         self._fresh: dict[int, tuple[int, int]] = {}  # by layer: the update and the fetch after which all shares were gathered
         self._waiting: dict[str, torch.Tensor] = {}  # gradients whose weights are still read, or of which more summands come
         self._seen: dict[str, int] = {}  # summands of this backward, so far
@@ -87,6 +91,7 @@ class EngineWeights:
             self._refresh(other, self._together.room_nbytes)
 
     def leave(self, layer: int, *, backward: bool) -> None:
+        self._take(self._together.leave())
         for name in self._here:
             if self._complete(name):
                 if name in self._waiting:
@@ -96,6 +101,9 @@ class EngineWeights:
 
     def begin(self) -> None:
         """Before a micro-batch."""
+        self._together.settle()
+        # Else a layer's shares are here only while it runs, and its gradients must be, before its buffer is given away.
+        self._together.across = all(map(self._data.anchored, range(len(self._data.table.layers))))
         self.comm.turn = 0
         self._buffers = dict(self._model.named_buffers())
         self._waiting.clear()
@@ -153,8 +161,12 @@ class EngineWeights:
         found = self._sums(name, gradient, place, donate=donate)
         read_on = None if donate else gradient.untyped_storage().data_ptr()
         del gradient
+        self._take(found, read_on)
+
+    def _take(self, found: list[Summed], read_on: int | None = None) -> None:
+        """`read_on`: the storage of a gradient that other steps still read. A sum that took a move has a storage of its own."""
         while found:
-            each, flat = found.pop()
+            layer, each, flat = found.pop()
             self._seen[each] = self._seen.get(each, 0) + 1
             self._here.append(each)
             if self._adds_up(each):
@@ -166,11 +178,16 @@ class EngineWeights:
                 self._waiting[each] = flat.clone()  # other steps read the gradient, and more summands are added to this one
             else:
                 self._waiting[each] = flat
-            if self._complete(each) and (each not in self.lowered.layers[self._layer].read_late or self._own(each)):
+            read = layer == self._layer and each in self.lowered.layers[layer].read_late
+            if self._complete(each) and (not read or self._own(each)):
                 self._deliver(each)
 
-    def _sums(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> list[tuple[str, torch.Tensor]]:
-        """Takes a gradient. Returns those that are summed now, as flat shares."""
+    def settle(self) -> None:
+        """Waits for the moves that a failed step left on their way, and frees what they hold."""
+        self._together.settle()
+
+    def _sums(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> list[Summed]:
+        """Takes a gradient. Returns those whose sums end now."""
         return self._together.sum(name, gradient, place, donate=donate)
 
     def _adds_up(self, name: str) -> bool:

@@ -27,22 +27,23 @@ Later = Mapping[str, tuple[str, ...]]
 @dataclass(frozen=True, kw_only=True)
 class PassBuckets:
     """`bring[n]`: the gathers of the pass, by number, that run where gather n is due. `sum[n]`: its gradients, by number, that
-    are reduced where gradient n is made. `room_nbytes`: what may be held besides before its first step. `kept`: weights that stay
-    from the forward to the backward. `spread`: gathers that run alone, and have room for a copy for each member."""
+    are reduced where gradient n is made. `kept`: weights that stay from the forward to the backward. `spread`: gathers that run
+    alone, and have room for a copy for each member."""
 
     bring: tuple[tuple[int, ...], ...]
     sum: tuple[tuple[int, ...], ...]
-    room_nbytes: int
     kept: frozenset[str] = frozenset()
     spread: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """`names`: the weights that each pass gathers, in order. `room_nbytes`: what may be held besides, when no layer runs."""
+    """`names`: the weights that each pass gathers, in order. `left`: the room that buckets leave at each step of a pass, and
+    behind it. `room_nbytes`: what may be held besides, when no layer runs."""
 
     passes: Mapping[Pass, PassBuckets] = field(default_factory=dict)
     names: Mapping[Pass, tuple[str, ...]] = field(default_factory=dict)
+    left: Mapping[Pass, Sequence[int]] = field(default_factory=dict)
     room_nbytes: int = 0
 
 
@@ -51,7 +52,7 @@ def buckets_of(lowered: Lowered, later: Later) -> Buckets:
     room = rooms(lowered)
     found: dict[Pass, PassBuckets] = {}
     names: dict[Pass, tuple[str, ...]] = {}
-    known: dict[tuple[int, tuple[int, ...]], PassBuckets] = {}
+    known: dict[tuple[int, tuple[int, ...]], tuple[PassBuckets, list[int]]] = {}
     last = len(lowered.layers) - 1
     kept = _kept(lowered, room[lowered.first + last, False], room[lowered.first + last, True])
     for k, layer in enumerate(lowered.layers):
@@ -63,15 +64,15 @@ def buckets_of(lowered: Lowered, later: Later) -> Buckets:
             if same not in known:
                 stays = kept if k == last else frozenset()
                 bring = _gathers(lowered, layer, steps, left, stays if backward else ())
-                known[same] = PassBuckets(
+                made = PassBuckets(
                     bring=bring,
                     spread=_spread(lowered, layer, steps, left, bring, stays if backward else ()),
                     sum=_sums(lowered, layer, steps, left, later),
-                    room_nbytes=left[0] if left else 0,
                     kept=stays,
                 )
-            found[key] = known[same]
-    return Buckets(passes=found, names=names, room_nbytes=_most(room))
+                known[same] = made, left
+            found[key], room[key] = known[same]
+    return Buckets(passes=found, names=names, left=room, room_nbytes=_most(room))
 
 
 def gather_key(each: Rest) -> Key | None:
@@ -172,9 +173,9 @@ def _sums(
             continue
         if key in last:
             before = last[key]
-            held = sum(_tile(lowered, lowered.rest[layer.names[made[other][1].weight]]) for other in waiting[before])
+            held = sum(tile_nbytes(lowered, lowered.rest[layer.names[made[other][1].weight]]) for other in waiting[before])
             # While it runs: what is packed and what arrives, each as large as all gradients; then the shares.
-            most = 2 * held + _tile(lowered, each) + held // prod(map(lowered.mesh.axis_size, each.states))
+            most = 2 * held + tile_nbytes(lowered, each) + held // prod(map(lowered.mesh.axis_size, each.states))
             if left[at] >= most and all(room >= held for room in left[made[before][0] + 1 : at]):
                 left[at] -= most
                 for between in range(made[before][0] + 1, at):
@@ -185,7 +186,8 @@ def _sums(
     return tuple(map(tuple, waiting))
 
 
-def _tile(lowered: Lowered, each: Rest) -> int:
+def tile_nbytes(lowered: Lowered, each: Rest) -> int:
+    """Of a gradient, flat."""
     return each.flat_shape(lowered.mesh)[1] * ITEMSIZE[each.dtype]
 
 

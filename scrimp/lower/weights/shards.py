@@ -8,9 +8,10 @@ import torch
 
 from scrimp.lower.moves import Communicator, made_whole
 from scrimp.lower.weights.buckets import Buckets
-from scrimp.lower.weights.joined import Together
+from scrimp.lower.weights.overlap import Overlap
 from scrimp.lower.weights.rest import Rest
 from scrimp.lower.weights.tiles import flat_tile, gathered, shared, summed
+from scrimp.lower.weights.together import Summed, Together
 from scrimp.planner import Placed
 
 
@@ -26,13 +27,15 @@ class Shards:
         *,
         device: torch.device | str = "cpu",
         buckets: Buckets | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         """`whole`: the model's parameters and buffers, by name, on any device. `later`: axes along which a gradient is summed
-        when it is read. `device`: where operators run. `buckets`: moves that run together."""
+        when it is read. `device`: where operators run. `buckets`: moves that run together. `overlap`: those that run beside
+        operators."""
         self.rest, self.comm, self.device, self._later = rest, comm, torch.device(device), dict(later or {})
         self.weights = {name: self._share(each, whole[name]) for name, each in rest.items()}
         self.gradients: dict[str, torch.Tensor] = {}
-        self._together = Together(buckets or Buckets(), rest, comm, self._later, self.weights.__getitem__)
+        self._together = Together(buckets or Buckets(), overlap or Overlap(), rest, comm, self._later, self.weights.__getitem__)
         self.buffers = {name: tensor.to(self.device, copy=True) for name, tensor in whole.items() if name not in rest}
 
     def _share(self, each: Rest, whole: torch.Tensor) -> torch.Tensor:
@@ -46,6 +49,7 @@ class Shards:
 
     def leave(self, layer: int, *, backward: bool) -> None:
         """And stay."""
+        self._add(self._together.leave())
 
     def gather(self, name: str) -> torch.Tensor:
         return self._together.gather(name)
@@ -55,12 +59,16 @@ class Shards:
         held = gradient.untyped_storage().data_ptr()
         found = self._together.sum(name, gradient, place, donate=donate)
         del gradient
-        for each, flat in found:
+        self._add(found, 0 if donate else held)
+
+    def _add(self, found: list[Summed], held: int = 0) -> None:
+        """`held`: the address of a gradient that others use."""
+        for _, each, flat in found:
             known = self.gradients.get(each)
             if known is not None:
                 known.add_(flat)
             else:  # later micro-batches are added in place: another value, or another weight's gradient, must not share the bytes
-                alias = not donate and flat.untyped_storage().data_ptr() == held
+                alias = bool(held) and flat.untyped_storage().data_ptr() == held
                 self.gradients[each] = flat.clone() if alias else flat
 
     def buffer(self, name: str) -> torch.Tensor:

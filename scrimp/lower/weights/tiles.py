@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
 import torch
 
 from scrimp.layout import Mesh
-from scrimp.lower.moves import Communicator, local_shape, redistribute
+from scrimp.lower.moves import Arrived, Communicator, Handle, Start, at_once, local_shape, redistribute
 from scrimp.lower.weights.rest import Rest
 from scrimp.move import synthesize
 from scrimp.planner import Placed
@@ -40,14 +41,18 @@ def padded(tile: torch.Tensor, each: Rest, mesh: Mesh) -> torch.Tensor:
 
 def gathered(comm: Communicator, share: torch.Tensor, each: Rest, over: tuple[str, ...]) -> torch.Tensor:
     """A tile as operators use it, from its shares over some axes: the share itself, as a view, where there are none."""
-    mesh, shape = comm.mesh, local_shape(each.use, comm.mesh)
-    flat = share.view(1, -1)
+    return gathering(comm.mesh, share, each, over, at_once(comm))()
+
+
+def gathering(mesh: Mesh, share: torch.Tensor, each: Rest, over: tuple[str, ...], start: Start) -> Callable[[], torch.Tensor]:
+    """Starts a gather. Returns what waits for the tile."""
+    handle: Handle = Arrived(share.view(1, -1))
     if over:
         program = synthesize(
             each.flat_shape(mesh), mesh, each.layout(over), each.layout(()), dtype=str(share.dtype).removeprefix("torch.")
         )
-        flat = comm.move(program, flat, donate=False)
-    return flat[:, : each.tile_numel(mesh)].view(shape)
+        handle = start(program, share.view(1, -1), False)
+    return lambda: handle.wait()[:, : each.tile_numel(mesh)].view(local_shape(each.use, mesh))
 
 
 def summed(
@@ -61,12 +66,27 @@ def summed(
     donate: bool,
 ) -> torch.Tensor:
     """A gradient, flat: its share over some axes, summed over the ranks, but not yet along the axes `later`."""
+    return summing(comm, gradient, place, each, over, at_once(comm), later=later, donate=donate).wait()
+
+
+def summing(
+    comm: Communicator,
+    gradient: torch.Tensor,
+    place: Placed,
+    each: Rest,
+    over: tuple[str, ...],
+    start: Start,
+    *,
+    later: tuple[str, ...] = (),
+    donate: bool,
+) -> Handle:
+    """Starts such a sum."""
     if place.dims != each.use.dims:
         after = replace(each.use, partial=later)
         gradient, donate, place = redistribute(comm, gradient, place, after, donate=donate), True, after
     flat = padded(gradient, each, comm.mesh)
     del gradient
-    return shared(comm, flat, each, ((), place.partial), (over, later), donate=donate)
+    return _sharing(comm.mesh, flat, each, ((), place.partial), (over, later), start, donate=donate)
 
 
 def shared(
@@ -79,8 +99,21 @@ def shared(
     donate: bool,
 ) -> torch.Tensor:
     """Flat shares of a tile from (axes, axes along which they are summands) to others."""
+    return _sharing(comm.mesh, flat, each, before, after, at_once(comm), donate=donate).wait()
+
+
+def _sharing(
+    mesh: Mesh,
+    flat: torch.Tensor,
+    each: Rest,
+    before: tuple[tuple[str, ...], tuple[str, ...]],
+    after: tuple[tuple[str, ...], tuple[str, ...]],
+    start: Start,
+    *,
+    donate: bool,
+) -> Handle:
     if before == after:
-        return flat
+        return Arrived(flat)
     dtype = str(flat.dtype).removeprefix("torch.")
-    program = synthesize(each.flat_shape(comm.mesh), comm.mesh, each.layout(*before), each.layout(*after), dtype=dtype)
-    return comm.move(program, flat.view(1, -1), donate=donate)
+    program = synthesize(each.flat_shape(mesh), mesh, each.layout(*before), each.layout(*after), dtype=dtype)
+    return start(program, flat.view(1, -1), donate)

@@ -1,4 +1,4 @@
-"""The ranks of a mesh in torch.distributed: process groups, and serving of requests.
+"""The ranks of a mesh in torch.distributed: process groups, and posting of requests.
 
 Parts are sent point to point over the one group of the mesh, but for exchanges in which each member of a sub-group sends to all
 others: these are one call of the backend on a group of these members, which saves a wake-up for each message. On NCCL gathers and
@@ -19,9 +19,10 @@ from scrimp.errors import MoveError
 from scrimp.layout import Mesh
 from scrimp.move.run.requests import AllReduce, AllToAll, Exchange, Gather, Part, ReduceScatter, Request
 from scrimp.move.run.torch_private import (
+    Posted,
     all_gather_flat,
-    all_to_all_flat,
     group_timeout,
+    post_all_to_all,
     post_receive,
     post_send,
     reduce_scatter_flat,
@@ -30,6 +31,7 @@ from scrimp.move.run.torch_private import (
 TAGS = 1 << 29
 
 Order = Callable[[tuple[int, ...]], tuple[int, ...]]
+Finish = Callable[[], None]  # waits until a call of the backend has ended, and puts what arrived in its place
 
 _comms: dict[tuple[int | None, tuple[int, ...]], Comm] = {}
 
@@ -49,10 +51,12 @@ class Comm:
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._apart: Any = None  # the group for point-to-point parts on CUDA
 
-    def serve(self, requests: Sequence[Request], tag: int = 0) -> None:
-        """Serves concurrent requests, each kind and group in one call. `tag` separates their messages from those of other
-        programs and of the user."""
-        self._exchange([request for request in requests if isinstance(request, Exchange)], TAGS + tag % TAGS)
+    def post(self, requests: Sequence[Request], tag: int = 0, *, ahead: bool = False) -> list[Finish]:
+        """Posts concurrent requests, each kind and group in one call; they are served when all that it returns has been called.
+        `tag` separates their messages from those of other programs and of the user. `ahead`: on CUDA the calls run on a stream
+        of the backend's own, beside what is queued behind them."""
+        exchanges = [request for request in requests if isinstance(request, Exchange)]
+        found = [self._exchange(exchanges, TAGS + tag % TAGS)] if exchanges else []
         for kind, call in (
             (AllToAll, self._all_to_all), (Gather, self._gather), (ReduceScatter, self._reduce_scatter),
             (AllReduce, self._all_reduce),
@@ -62,34 +66,43 @@ class Comm:
                 if isinstance(request, kind):
                     adds = kind in (ReduceScatter, AllReduce)
                     alike[(request.members, _tensor(request).dtype if adds else None)].append(request)
-            for batch in alike.values():
-                call(batch)
+            found += [call(batch, ahead) for batch in alike.values()]
+        return found
 
-    def _all_to_all(self, batch: list[AllToAll]) -> None:
+    def _all_to_all(self, batch: list[AllToAll], ahead: bool) -> Finish:
         group = self._subgroup(batch[0].members, batch[0].out.device)
         sent, arriving = (
             [[size * request.out.element_size() for size in sizes] for request, sizes in each]
             for each in ([(r, r.sizes) for r in batch], [(r, r.out_sizes) for r in batch])
         )
         if len(batch) == 1:
-            all_to_all_flat(raw_bytes(batch[0].out), raw_bytes(batch[0].parts), group, arriving[0], sent[0])
-            return
+            return post_all_to_all(raw_bytes(batch[0].out), raw_bytes(batch[0].parts), group, arriving[0], sent[0]).wait
         parts = [torch.split(raw_bytes(request.parts), sizes) for request, sizes in zip(batch, sent, strict=True)]
         local = torch.cat([piece for to_member in zip(*parts, strict=True) for piece in to_member])
         out = local.new_empty(sum(map(sum, arriving)))
         totals, out_totals = ([*map(sum, zip(*sizes, strict=True))] for sizes in (sent, arriving))
-        all_to_all_flat(out, local, group, out_totals, totals)
+        posted = post_all_to_all(out, local, group, out_totals, totals)
         outs = [torch.split(raw_bytes(request.out), sizes) for request, sizes in zip(batch, arriving, strict=True)]
-        _split(out, [piece for from_member in zip(*outs, strict=True) for piece in from_member])
 
-    def _exchange(self, requests: list[Exchange], tag: int) -> None:
+        def finish() -> None:
+            posted.wait()
+            _split(out, [piece for from_member in zip(*outs, strict=True) for piece in from_member])
+
+        return finish
+
+    def _exchange(self, requests: list[Exchange], tag: int) -> Finish:
         sends, receives = (_by_peer(parts) for parts in ([r.sends for r in requests], [r.receives for r in requests]))
         incoming = {peer: raw_bytes(pieces[0]) if len(pieces) == 1 else _raw_buffer(pieces) for peer, pieces in receives.items()}
         outgoing = {peer: raw_bytes(pieces[0]) if len(pieces) == 1 else _joined(pieces) for peer, pieces in sends.items()}
-        self._parts(incoming, outgoing, tag)
-        for peer, pieces in receives.items():
-            if len(pieces) > 1:
-                _split(incoming[peer], pieces)
+        posted = self._parts(incoming, outgoing, tag)
+
+        def finish() -> None:
+            posted.wait()
+            for peer, pieces in receives.items():
+                if len(pieces) > 1:
+                    _split(incoming[peer], pieces)
+
+        return finish
 
     def join_parts(self, device: torch.device) -> None:
         """All ranks call it before the first exchange of parts. NCCL has no tags: a group of its own separates parts from the
@@ -104,7 +117,7 @@ class Comm:
         """The process groups it has made."""
         return [group for group in (*self._subgroups.values(), self._apart) if group is not None]
 
-    def _parts(self, incoming: dict[int, torch.Tensor], outgoing: dict[int, torch.Tensor], tag: int) -> None:
+    def _parts(self, incoming: dict[int, torch.Tensor], outgoing: dict[int, torch.Tensor], tag: int) -> Posted:
         """Sends and receives parts. On CUDA all of them are one call; elsewhere torch's own wrapper of a message takes as long
         as a small message."""
         on_cuda = any(data.device.type == "cuda" for data in (*incoming.values(), *outgoing.values()))
@@ -116,39 +129,53 @@ class Comm:
             ops = [dist.P2POp(dist.irecv, data, group=self._apart, peer=self.ranks[peer]) for peer, data in incoming.items()]
             ops += [dist.P2POp(dist.isend, data, group=self._apart, peer=self.ranks[peer]) for peer, data in outgoing.items()]
             works = dist.batch_isend_irecv(ops)
-        for work in works:
-            work.wait()
+        return Posted(works, (*incoming.values(), *outgoing.values()))
 
-    def _gather(self, batch: list[Gather]) -> None:
+    def _gather(self, batch: list[Gather], ahead: bool) -> Finish:
         group = self._subgroup(batch[0].members, batch[0].local.device)
         if len(batch) == 1:
-            all_gather_flat(raw_bytes(batch[0].out), raw_bytes(batch[0].local), group)
-            return
+            out, local = raw_bytes(batch[0].out), raw_bytes(batch[0].local)
+            return _ended(all_gather_flat(out, local, group, async_op=ahead), out, local)
         local = _joined([request.local for request in batch])
         out = local.new_empty((len(batch[0].members), local.numel()))
-        all_gather_flat(out.view(-1), local, group)
-        for row, k in zip(out, range(len(out)), strict=True):
-            _split(row, [request.out[k] for request in batch])
+        ended = _ended(all_gather_flat(out.view(-1), local, group, async_op=ahead), out, local)
 
-    def _reduce_scatter(self, batch: list[ReduceScatter]) -> None:
+        def finish() -> None:
+            ended()
+            for row, k in zip(out, range(len(out)), strict=True):
+                _split(row, [request.out[k] for request in batch])
+
+        return finish
+
+    def _reduce_scatter(self, batch: list[ReduceScatter], ahead: bool) -> Finish:
         group = self._subgroup(batch[0].members, batch[0].out.device)
         members = len(batch[0].members)
         if len(batch) == 1:
-            reduce_scatter_flat(_real(batch[0].out).view(-1), _real(batch[0].parts).view(-1), group)
-            return
+            out, parts = _real(batch[0].out).view(-1), _real(batch[0].parts).view(-1)
+            return _ended(reduce_scatter_flat(out, parts, group, async_op=ahead), out, parts)
         parts = torch.cat([_real(request.parts).reshape(members, -1) for request in batch], dim=1)
         out = parts.new_empty(parts.shape[1])
-        reduce_scatter_flat(out, parts.view(-1), group)
-        _split(raw_bytes(out), [request.out for request in batch])
+        ended = _ended(reduce_scatter_flat(out, parts.view(-1), group, async_op=ahead), out, parts)
 
-    def _all_reduce(self, batch: list[AllReduce]) -> None:
+        def finish() -> None:
+            ended()
+            _split(raw_bytes(out), [request.out for request in batch])
+
+        return finish
+
+    def _all_reduce(self, batch: list[AllReduce], ahead: bool) -> Finish:
         group = self._subgroup(batch[0].members, batch[0].total.device)
         if len(batch) == 1:
-            dist.all_reduce(_real(batch[0].total), group=group)
-            return
+            total = _real(batch[0].total)
+            return _ended(dist.all_reduce(total, group=group, async_op=ahead), total)
         total = torch.cat([_real(request.total).reshape(-1) for request in batch])
-        dist.all_reduce(total, group=group)
-        _split(raw_bytes(total), [request.total for request in batch])
+        ended = _ended(dist.all_reduce(total, group=group, async_op=ahead), total)
+
+        def finish() -> None:
+            ended()
+            _split(raw_bytes(total), [request.total for request in batch])
+
+        return finish
 
     def native_on(self, device: torch.device) -> bool:
         """Whether gathers and sums are collectives of the backend there."""
@@ -225,6 +252,11 @@ def end_group(group: Any) -> None:
         for made in _comms.pop(key).made:
             dist.destroy_process_group(made)
     dist.destroy_process_group(group)
+
+
+def _ended(work: Any, *tensors: torch.Tensor) -> Finish:
+    """`work`: None of a call that has ended, or that CUDA's current stream runs in its turn."""
+    return Posted([] if work is None else [work], tensors).wait
 
 
 def _tensor(request: Any) -> torch.Tensor:

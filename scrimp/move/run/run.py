@@ -6,7 +6,9 @@ with the input kept, that plus the input. Every rank of the mesh enters every st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +18,13 @@ from scrimp.layout import Box, Mesh
 from scrimp.move.plan.routes import routes_between
 from scrimp.move.program import Program
 from scrimp.move.run.agree import agree, compare, fault_text, first_fault
-from scrimp.move.run.comm import Comm, comm_for
+from scrimp.move.run.comm import Comm, Finish, comm_for
 from scrimp.move.run.execute import execute, execute_between
 from scrimp.move.run.holder import Holder
 from scrimp.move.run.received import count_received
 from scrimp.move.run.requests import Request
 
 SPREAD = 0x9E3779B1  # odd, so that neighbouring turns have tags far apart
-Where = tuple[Program, int] | None  # the program that runs, and which of its steps
 
 
 def run_program(
@@ -39,6 +40,13 @@ def run_program(
     return run_in_step([program], [local], group=group, donate=[donate], turn=turn, met=met)[0]
 
 
+def start_program(program: Program, local: torch.Tensor, *, group: Any = None, donate: bool = False, turn: int = 0) -> Started:
+    """The same, of a move that has met: its first step is on its way, `wait` runs the rest. Ranks start and wait in one order."""
+    started = Started([program], [local], group=group, donate=[donate], turn=turn, met=True, ahead=True)
+    started.post()
+    return started
+
+
 def run_in_step(
     programs: Sequence[Program],
     locals_: Sequence[torch.Tensor],
@@ -50,60 +58,107 @@ def run_in_step(
 ) -> list[torch.Tensor]:
     """Runs programs on one mesh in lockstep: their concurrent requests are served in one call. `donate`: for each input whether
     it may lose its storage; empty: none may. `turn`, `met`: as in `run_program`."""
-    comm = comm_for(programs[0].mesh, group)
-    if comm is None or not any(program.steps for program in programs):
-        rank = 0 if comm is None else comm.rank
-        bad = first_fault(programs, locals_, rank)
-        if bad is not None:
-            raise MoveError(fault_text(programs[bad], rank, locals_[bad].shape, str(locals_[bad].dtype)))
-        return list(locals_)
-    with torch.no_grad():
-        where: list[Where] = [None]
-        try:
+    return Started(programs, locals_, group=group, donate=donate, turn=turn, met=met).wait()
+
+
+class Started:
+    """Programs that run in lockstep. `post` puts the next request of each on its way; `wait` runs all to their ends. It holds all
+    that the requests use until they are served. `ahead`: other work runs between the two."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        locals_: Sequence[torch.Tensor],
+        *,
+        group: Any,
+        donate: Sequence[bool],
+        turn: int,
+        met: bool,
+        ahead: bool = False,
+    ) -> None:
+        self._comm, self._where, self._ahead = comm_for(programs[0].mesh, group), Where(), ahead
+        self._pending: list[Iterator[Request]] = []
+        self._posted: list[Finish] = []
+        self._results: list[Callable[[], torch.Tensor]] = []
+        self._received_nbytes = 0
+        if self._comm is None or not any(program.steps for program in programs):
+            rank = 0 if self._comm is None else self._comm.rank
+            bad = first_fault(programs, locals_, rank)
+            if bad is not None:
+                raise MoveError(fault_text(programs[bad], rank, locals_[bad].shape, str(locals_[bad].dtype)))
+            self._results = [partial(_same, local) for local in locals_]
+            return
+        with torch.no_grad(), self._where.named(self._comm):
             locals_ = [local.resolve_conj().resolve_neg() for local in locals_]
-            load, tag = agree(comm, programs, locals_)
-            tag += turn * SPREAD
-            given = donate or [False] * len(programs)
-            holders = [Holder(local, donate=d and bool(p.steps)) for p, local, d in zip(programs, locals_, given, strict=True)]
-            pending = [_steps(p, comm, h, load, where, met) for p, h in zip(programs, holders, strict=True)]
-            while pending:
-                pending = _serve_next(comm, pending, tag)
-                tag += 1
-            count_received(sum(program.received_nbytes for program in programs))
+            load, self._tag = agree(self._comm, programs, locals_)
+            self._received_nbytes = sum(program.received_nbytes for program in programs)
+            self._tag += turn * SPREAD
+            for program, local, given in zip(programs, locals_, donate or [False] * len(programs), strict=True):
+                holder = Holder(local, donate=given and bool(program.steps))
+                self._pending.append(_steps(program, self._comm, holder, load, self._where, met))
+                self._results.append(holder.finish if program.steps else partial(_same, local))
+
+    def post(self) -> None:
+        """Of each run that goes on. No request outlives its serving: it would hold its tensors."""
+        assert self._comm is not None
+        assert not self._posted
+        with torch.no_grad(), self._where.named(self._comm):
+            requests, asked = [], []
+            for steps in self._pending:
+                request = next(steps, None)
+                if request is not None:
+                    requests.append(request)
+                    asked.append(steps)
+            self._posted, self._pending = self._comm.post(requests, self._tag, ahead=self._ahead), asked
+            self._tag += 1
+
+    def wait(self) -> list[torch.Tensor]:
+        if self._comm is not None:
+            while self._pending or self._posted:
+                with torch.no_grad(), self._where.named(self._comm):
+                    while self._posted:
+                        self._posted[0]()
+                        del self._posted[0]
+                if self._pending:
+                    self.post()
+            count_received(self._received_nbytes)
+        with torch.no_grad():
+            return [result() for result in self._results]
+
+
+def _same(local: torch.Tensor) -> torch.Tensor:
+    return local
+
+
+class Where:
+    """The program that runs, and which of its steps."""
+
+    def __init__(self) -> None:
+        self.program: Program | None = None
+        self.number = 0
+
+    @contextmanager
+    def named(self, comm: Comm) -> Iterator[None]:
+        """Inside, what the backend raises becomes an error that tells where."""
+        try:
+            yield
         except (RuntimeError, ValueError) as error:
             raise MoveError(
-                f"mesh rank {comm.rank} of {len(comm.ranks)} failed in {_said(where[0])}: {str(error).strip() or repr(error)}. "
+                f"mesh rank {comm.rank} of {len(comm.ranks)} failed in {self}: {str(error).strip() or repr(error)}. "
                 "A rank may have died, hung, or run another program; check the ranks that did not report"
             ) from error
-        return [
-            holder.finish() if program.steps else local for program, holder, local in zip(programs, holders, locals_, strict=True)
-        ]
+
+    def __str__(self) -> str:
+        if self.program is None:
+            return "comparing the program over the ranks"
+        step = self.program.steps[self.number].describe(self.program.mesh)
+        return f"step {self.number + 1} of {len(self.program.steps)} ({step}) of {self.program}"
 
 
-def _serve_next(comm: Comm, pending: list[Iterator[Request]], tag: int) -> list[Iterator[Request]]:
-    """Serves the next request of each run; returns the runs that had one. No request outlives this call: it would hold its
-    tensors."""
-    requests, asked = [], []
-    for steps in pending:
-        request = next(steps, None)
-        if request is not None:
-            requests.append(request)
-            asked.append(steps)
-    comm.serve(requests, tag)
-    return asked
-
-
-def _said(where: Where) -> str:
-    if where is None:
-        return "comparing the program over the ranks"
-    program, number = where
-    return f"step {number + 1} of {len(program.steps)} ({program.steps[number].describe(program.mesh)}) of {program}"
-
-
-def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: list[Where], met: bool) -> Iterator[Request]:
+def _steps(program: Program, comm: Comm, holder: Holder, load: int, where: Where, met: bool) -> Iterator[Request]:
     native = comm.native_on(holder.array.device)
     for number, step in enumerate(program.steps):
-        where[0] = program, number
+        where.program, where.number = program, number
         yield from execute(program, step, comm.rank, holder, order=comm.order, native=native, met=met, load=load)
 
 
@@ -139,9 +194,10 @@ def run_between(
             elif tuple(local.shape) != shape:
                 raise MoveError(f"mesh rank {rank} gave a tensor of shape {tuple(local.shape)} for its box {before[rank]}")
             holder = Holder(local, donate=False)
-            pending = [execute_between(mesh, routes_between(before, after, rank), rank, holder, sums)]
-            while pending:
-                pending = _serve_next(comm, pending, tag)
+            for request in execute_between(mesh, routes_between(before, after, rank), rank, holder, sums):
+                for finish in comm.post([request], tag):
+                    finish()
+                del request, finish  # they hold tensors
                 tag += 1
         except (RuntimeError, ValueError) as error:
             raise MoveError(f"mesh rank {rank} of {len(comm.ranks)} failed in a direct exchange on {mesh}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +24,9 @@ def all_gather_flat(out: torch.Tensor, local: torch.Tensor, group: Any, *, async
     return gather(out, local, group=group, async_op=async_op)
 
 
-def reduce_scatter_flat(out: torch.Tensor, local: torch.Tensor, group: Any) -> None:
+def reduce_scatter_flat(out: torch.Tensor, local: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(out, local, group=group)
+    return scatter(out, local, group=group, async_op=async_op)
 
 
 def post_send(group: Any, data: torch.Tensor, peer: int, tag: int) -> Any:
@@ -37,21 +38,35 @@ def post_receive(group: Any, data: torch.Tensor, peer: int, tag: int) -> Any:
     return group.recv([data], peer, tag)
 
 
-def all_to_all_flat(out: torch.Tensor, local: torch.Tensor, group: Any, out_sizes: list[int], sizes: list[int]) -> None:
+class Posted:
+    """A call of the backend under way. It holds the memory that the call uses until the call has ended; if it does not end well,
+    or nobody waits for it, for good: the backend may still write there."""
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        self._works, self._tensors = works, tuple(tensors)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = (), ()
+
+    def __del__(self) -> None:
+        if self._tensors:
+            _abandoned.append(self._tensors)
+
+
+_abandoned: list[tuple[torch.Tensor, ...]] = []
+
+
+def post_all_to_all(out: torch.Tensor, local: torch.Tensor, group: Any, out_sizes: list[int], sizes: list[int]) -> Posted:
     """`sizes`: bytes of `local` for each rank of the group, `out_sizes`: of `out` from each; both are flat bytes.
 
     Gloo's thread holds the tensors of its last call until it runs on, which may be long after the call has ended: memory would
     not be freed when the caller frees it. So on the CPU it gets tensors that do not own their memory."""
     even = len({*sizes, *out_sizes}) == 1
     shown = [tensor if tensor.is_cuda else _shown(tensor) for tensor in (out, local)]
-    try:
-        group.alltoall_base(*shown, [] if even else out_sizes, [] if even else sizes, dist.AllToAllOptions()).wait()
-    except BaseException:
-        _abandoned.append((out, local))  # it may still be written to
-        raise
-
-
-_abandoned: list[tuple[torch.Tensor, torch.Tensor]] = []
+    work = group.alltoall_base(*shown, [] if even else out_sizes, [] if even else sizes, dist.AllToAllOptions())
+    return Posted([work], (out, local))
 
 
 def _shown(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ SECONDS, REPORTS = 3.0, 2.0
 WORLD = 4
 NAME = "gpt-tiny"
 WHERE = r"layer [\w. ]+, (forward|backward), "
-OPERATION = r"(gather|reduction of the gradient) of [\w.]+|move of '\w+' \[.*\] -> \[.*\]|sum of '\w+' over \w|operator \d+"
+OPERATION = r"(gather|reduction of the gradient) of [\w.]+|move of '\w+' \[.*\]\S* -> \[.*\]|sum of '\w+' over \w|operator \d+"
 
 
 @cache
@@ -40,6 +40,21 @@ def test_collectives_that_do_not_meet_end_all_ranks_in_time(kind: str, way: str,
     """`seconds`: a rank that hangs is away for longer than all others need to stop."""
     with RankPool(WORLD, timeout_seconds=100, collective_timeout_seconds=SECONDS) as ranks:
         said = ranks.run(jobs.fault, plan_of("x=4", way), NAME, ROWS, kind, at, 2 * SECONDS + REPORTS)
+    for rank, (text, seconds) in enumerate(said):
+        if kind == "hung" and rank == jobs.AT_FAULT:
+            continue
+        check_words(rank, text)
+        assert seconds < 2 * SECONDS + REPORTS
+
+
+@pytest.mark.parametrize(("kind", "at"), [
+    ("skipped", 2), pytest.param("hung", 2, marks=pytest.mark.full), pytest.param("skipped", 6, marks=pytest.mark.full),
+    pytest.param("skipped", 7, marks=pytest.mark.full),
+])  # fmt: skip
+def test_a_fault_of_a_move_beside_operators_is_named_where_it_is_waited_for(kind: str, at: int) -> None:
+    """Of the five gathers that start ahead, and of the two reductions that end later."""
+    with RankPool(WORLD, timeout_seconds=100, collective_timeout_seconds=SECONDS) as ranks:
+        said = ranks.run(jobs.fault, plan_of("x=4", "zero-3"), NAME, ROWS, kind, at, 2 * SECONDS + REPORTS, True)
     for rank, (text, seconds) in enumerate(said):
         if kind == "hung" and rank == jobs.AT_FAULT:
             continue

@@ -11,9 +11,9 @@ from scrimp.chunks.meter import profiler_private
 from scrimp.ext.ranks import RankPool
 from scrimp.move.run.torch_private import (
     all_gather_flat,
-    all_to_all_flat,
     default_store,
     group_timeout,
+    post_all_to_all,
     post_receive,
     post_send,
     reduce_scatter_flat,
@@ -41,9 +41,9 @@ def private_names() -> str | None:
     wanted = torch.cat([torch.full((size,), 10.0 * other + rank) for other, size in enumerate(sizes)])
     out = torch.empty_like(wanted)
     nbytes = [4 * size for size in sizes]
-    all_to_all_flat(out.view(torch.uint8), mine.view(torch.uint8), dist.group.WORLD, nbytes, nbytes)
+    post_all_to_all(out.view(torch.uint8), mine.view(torch.uint8), dist.group.WORLD, nbytes, nbytes).wait()
     if not out.equal(wanted):
-        return f"all_to_all_flat gave {out}"
+        return f"post_all_to_all gave {out}"
     got, other = torch.empty(1), rank ^ 1
     works = post_receive(dist.group.WORLD, got, other, 7), post_send(dist.group.WORLD, torch.tensor([float(rank)]), other, 7)
     for work in works:

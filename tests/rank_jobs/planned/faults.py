@@ -14,17 +14,19 @@ import torch.distributed as dist
 from scrimp import Engine, Memory, Plan, zoo
 from scrimp.checkpoint import _save
 from scrimp.errors import FitError, RunError
+from scrimp.lower import Arrived
 from tests.rank_jobs.planned_engine import engine_of
 
 AT_FAULT = 1
 
 
-def fault(plan: str, name: str, rows: int, kind: str, at: int, seconds: float) -> tuple[str, float]:
-    """In the second step rank 1 skips, or reorders, its `at`-th collective, dies or hangs in it: what a rank says, and when."""
+def fault(plan: str, name: str, rows: int, kind: str, at: int, seconds: float, started: bool = False) -> tuple[str, float]:
+    """In the second step rank 1 skips, or reorders, its `at`-th collective, dies or hangs in it: what a rank says, and when.
+    `started`: of those that run beside operators."""
     engine = engine_of(plan, name, {})
     batch = zoo.example_batch(name, rows)
     if dist.get_rank() == AT_FAULT:
-        _spoil(engine, kind, at, seconds)
+        _spoil(engine, kind, at, seconds, started)
     engine.step(*batch)
     dist.barrier()
     start = time.monotonic()
@@ -37,17 +39,17 @@ def fault(plan: str, name: str, rows: int, kind: str, at: int, seconds: float) -
     return "", time.monotonic() - start
 
 
-def _spoil(engine: Engine, kind: str, at: int, seconds: float) -> None:
+def _spoil(engine: Engine, kind: str, at: int, seconds: float, started: bool) -> None:
     """`accumulate` is bound when the first step generates the functions: so it is replaced before that."""
     comm, weights = engine._run.under_plan.comm, engine._run.under_plan.weights
-    move, accumulate, count = comm.move, weights.accumulate, 0
+    call, accumulate, count = comm.start if started else comm.move, weights.accumulate, 0
     held: list[tuple[Any, ...]] = []
 
-    def spoiled(program: Any, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
+    def spoiled(program: Any, local: torch.Tensor, *, donate: bool) -> Any:
         nonlocal count
         count += bool(engine.optimizer.steps)
         if count != at or not engine.optimizer.steps:
-            return move(program, local, donate=donate)
+            return call(program, local, donate=donate)
         match kind:
             case "dead":
                 os._exit(9)
@@ -55,8 +57,9 @@ def _spoil(engine: Engine, kind: str, at: int, seconds: float) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hung":
                 time.sleep(seconds)
-                return move(program, local, donate=donate)
-        return torch.zeros(program.dst.local_shape(program.shape, program.mesh, comm.rank), dtype=local.dtype)
+                return call(program, local, donate=donate)
+        made = torch.zeros(program.dst.local_shape(program.shape, program.mesh, comm.rank), dtype=local.dtype)
+        return Arrived(made) if started else made
 
     def swapped(*args: Any, donate: bool) -> None:
         nonlocal count
@@ -71,7 +74,7 @@ def _spoil(engine: Engine, kind: str, at: int, seconds: float) -> None:
     if kind == "reordered":
         weights.accumulate = swapped  # type: ignore[method-assign]
     else:
-        comm.move = spoiled  # type: ignore[method-assign]
+        setattr(comm, "start" if started else "move", spoiled)
 
 
 def saves_and_dies(plan: str, name: str, rows: int, folder: str, rank: int, moment: int) -> None:

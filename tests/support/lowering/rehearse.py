@@ -7,7 +7,7 @@ import torch
 from scrimp import Plan
 from scrimp.capture import Graph
 from scrimp.layout import Mesh
-from scrimp.lower import lower
+from scrimp.lower import Arrived, lower
 from scrimp.lower.moves import all_reduce
 from scrimp.move import Program
 from tests.support.lowering.run import metered
@@ -25,6 +25,9 @@ class Alone:
         if not program.steps:
             return local
         return local.new_zeros(program.dst.local_shape(program.shape, self.mesh, self.rank))
+
+    def start(self, program: Program, local: torch.Tensor, *, donate: bool) -> Arrived:
+        return Arrived(self.move(program, local, donate=donate))
 
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
         return all_reduce(self, tensor, how, axes)

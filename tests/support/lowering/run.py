@@ -15,7 +15,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from scrimp import Plan
 from scrimp.capture import Graph
-from scrimp.lower import Buckets, Communicator, Interpreter, Lowered, Runner, Shards, buckets_of, cut, later_axes, lower
+from scrimp.lower import (
+    Buckets,
+    Communicator,
+    Interpreter,
+    Lowered,
+    Overlap,
+    Runner,
+    Shards,
+    buckets_of,
+    cut,
+    later_axes,
+    lower,
+    overlap_of,
+)
 from scrimp.lower.steps import Call, Step
 from scrimp.planner import evaluate
 from scrimp.planner.answers.from_solution import layers_of
@@ -63,6 +76,11 @@ class _Metered(Shards):
         for gradient in self.gradients.values():
             self.meter.ignore(gradient)
 
+    def leave(self, *args: Any, **kwargs: Any) -> None:
+        super().leave(*args, **kwargs)
+        for gradient in self.gradients.values():
+            self.meter.ignore(gradient)
+
     def offload(self, tensor: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes():
             return super().offload(tensor)
@@ -85,9 +103,10 @@ def metered(
     batch: Mapping[str, torch.Tensor],
     runner: type[Runner] = Interpreter,
     buckets: Buckets | None = None,
+    overlap: Overlap | None = None,
 ) -> tuple[float, LiveBytes, _Metered]:
     """One step of one rank. Bytes: all live storages but those of moves under way, and what is at rest."""
-    shards = _Metered(lowered.rest, comm, whole, later_axes((lowered,), accumulated=False), buckets=buckets)
+    shards = _Metered(lowered.rest, comm, whole, later_axes((lowered,), accumulated=False), buckets=buckets, overlap=overlap)
     run = runner(lowered, comm, shards)
     part = {name: cut(tensor, lowered.batch[name], comm.mesh, comm.rank).clone() for name, tensor in batch.items()}
     now = [""]
@@ -109,16 +128,25 @@ def metered(
 
 
 def on_all_ranks(
-    plan: Plan, graph: Graph, model: nn.Module, batch: Any, runner: type[Runner] = Interpreter, *, together: bool = False
+    plan: Plan,
+    graph: Graph,
+    model: nn.Module,
+    batch: Any,
+    runner: type[Runner] = Interpreter,
+    *,
+    together: bool = False,
+    beside: bool = False,
 ) -> list[Ran]:
-    """A step of every rank, as threads. `together`: moves run in buckets."""
+    """A step of every rank, as threads. `together`: moves run in buckets. `beside`: and beside operators."""
     lowered = lower(plan, graph)
-    buckets = buckets_of(lowered, later_axes((lowered,), accumulated=False)) if together else None
+    later = later_axes((lowered,), accumulated=False)
+    buckets = buckets_of(lowered, later) if together else None
+    overlap = overlap_of(lowered, buckets, later) if beside and buckets is not None else None
     whole, given = tensors_of(model), batch_of(graph, batch)
     fixed = at_rest_nbytes(lowered, plan.optimizer)
 
     def job(comm: ThreadRank) -> Ran:
-        loss, meter, shards = metered(lowered, comm, whole, given, runner, buckets)
+        loss, meter, shards = metered(lowered, comm, whole, given, runner, buckets, overlap)
         moves = comm.moves
         gradients = {name: shards.whole_gradient(name) for name in shards.gradients}
         return Ran(loss, gradients, meter.peak + fixed, meter.at, moves)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from scrimp.layout import Mesh
+from scrimp.lower import Arrived
 from scrimp.lower.moves import all_reduce
 from scrimp.move import Program
 
@@ -21,6 +22,18 @@ class Board:
         self.mesh = mesh
         self.barrier = threading.Barrier(mesh.size, timeout=60)
         self.given: list[Any] = [None] * mesh.size
+
+
+class OnItsWay(Arrived):
+    """Holds what it sends, as a backend does."""
+
+    def __init__(self, made: torch.Tensor, local: torch.Tensor) -> None:
+        super().__init__(made)
+        self._local: torch.Tensor | None = local
+
+    def wait(self) -> torch.Tensor:
+        self._local = None
+        return super().wait()
 
 
 class ThreadRank:
@@ -62,6 +75,9 @@ class ThreadRank:
         if any(self.mesh.coordinate(self.rank, axis) for axis in program.dst.partial):
             return torch.zeros_like(whole[box])  # the first along these axes has the sum
         return whole[box].clone()
+
+    def start(self, program: Program, local: torch.Tensor, *, donate: bool) -> Arrived:
+        return OnItsWay(self.move(program, local, donate=donate), local)
 
     def all_reduce(self, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:
         return all_reduce(self, tensor, how, axes)
