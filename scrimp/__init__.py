@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from scrimp.move import synthesize as synthesize
     from scrimp.planner import Plan as Plan
     from scrimp.planner import plan as plan
+    from scrimp.rehearse import Rehearsal as Rehearsal
+    from scrimp.rehearse import rehearse as rehearse
 
 __version__ = "0.1.0.dev0"
 
@@ -60,6 +62,7 @@ _HOME = {
     "PlanWarning": "scrimp.errors",
     "Program": "scrimp.move",
     "Progress": "scrimp.engine",
+    "Rehearsal": "scrimp.rehearse",
     "RunError": "scrimp.errors",
     "SGD": "scrimp.chunks",
     "ScrimpError": "scrimp.errors",
@@ -69,6 +72,7 @@ _HOME = {
     "redistribute": "scrimp.ext.dtensor",
     "plan": "scrimp.planner",
     "redistribute_many": "scrimp.move",
+    "rehearse": "scrimp.rehearse",
     "synthesize": "scrimp.move",
 }
 

@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from scrimp.lower.model import Lowered, LoweredLayer, later_axes, lower
     from scrimp.lower.moves import Communicator, Ranks, local_shape, made_whole, redistribute
     from scrimp.lower.pipeline import Pipeline
-    from scrimp.lower.run import Runner
+    from scrimp.lower.run import Runner, Slots
     from scrimp.lower.source import Generated
     from scrimp.lower.stages import Staged, lower_stages
+    from scrimp.lower.steps import Ahead, Behind, described
     from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
     from scrimp.lower.weights.joined import Together, shared_together, summed_together
     from scrimp.lower.weights.rest import Rest
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from scrimp.lower.weights.tiles import cut, flat_tile, gathered, shared, summed
 
 __all__ = [
+    "Ahead",
+    "Behind",
     "Buckets",
     "Communicator",
     "Generated",
@@ -60,12 +63,14 @@ __all__ = [
     "Rest",
     "Runner",
     "Shards",
+    "Slots",
     "Staged",
     "Together",
     "buckets_of",
     "check",
     "chunks",
     "cut",
+    "described",
     "digest",
     "flat_tile",
     "gathered",
@@ -98,6 +103,10 @@ __getattr__ = lazily(
         "module": "scrimp.lower.layer_module",
         "Pipeline": "scrimp.lower.pipeline",
         "Runner": "scrimp.lower.run",
+        "Slots": "scrimp.lower.run",
+        "Ahead": "scrimp.lower.steps",
+        "Behind": "scrimp.lower.steps",
+        "described": "scrimp.lower.steps",
         "Generated": "scrimp.lower.source",
         "Staged": "scrimp.lower.stages",
         "lower_stages": "scrimp.lower.stages",

@@ -16,7 +16,7 @@ import torch
 
 from scrimp.layout import Layout
 from scrimp.lower.footprint import Pass
-from scrimp.lower.moves import Communicator, local_shape
+from scrimp.lower.moves import Communicator, local_shape, native_on
 from scrimp.lower.weights.buckets import Buckets
 from scrimp.lower.weights.rest import Rest
 from scrimp.lower.weights.tiles import gathered, padded, summed
@@ -40,7 +40,7 @@ def shared_together(
     assert before[: len(after)] == after, (before, after)
     gone, flats = before[len(after) :], [share.view(-1) for share in shares]
     members = prod(map(comm.mesh.axis_size, gone))
-    if flats[0].is_cuda:
+    if native_on(comm, flats[0]):
         whole = _moved(comm, torch.cat(flats), (gone, ()), ((), ()))
     else:  # gloo's fastest collective is the all-to-all: a copy for each member goes there
         whole = _spread(comm, torch.cat(flats * members), gone)

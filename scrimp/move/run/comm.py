@@ -49,6 +49,17 @@ class Comm:
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._apart: Any = None  # the group for point-to-point parts on CUDA
 
+    @property
+    def stands_for(self) -> tuple[int, ...]:
+        """The mesh ranks whose part in an agreement this process takes."""
+        return (self.rank,)
+
+    def every_row(self, mine: torch.Tensor, rows: list[torch.Tensor], words: list[int]) -> list[list[int]]:
+        """The words of every rank of the group. `mine` has this rank's `words`; the others arrive in `rows`."""
+        dist.all_gather(rows, mine, group=self.group)
+        table: list[list[int]] = torch.stack(rows).tolist()
+        return table
+
     def serve(self, requests: Sequence[Request], tag: int = 0) -> None:
         """Serves concurrent requests, each kind and group in one call. `tag` separates their messages from those of other
         programs and of the user."""
@@ -172,7 +183,12 @@ class Comm:
 
 
 def comm_for(mesh: Mesh, group: Any) -> Comm | None:
-    """The communicator for a mesh on a group, a DeviceMesh of its shape, or the default group; None for one device."""
+    """The communicator for a mesh on a group, a DeviceMesh of its shape, or the default group; None for one device. A
+    communicator may be given itself."""
+    if isinstance(group, Comm):
+        if len(group.ranks) != mesh.size:
+            raise MoveError(f"the mesh {mesh} has {mesh.size} devices, the communicator has {len(group.ranks)} ranks")
+        return group if mesh.size > 1 else None
     is_mesh = hasattr(group, "mesh_dim_names")  # a DeviceMesh, recognised by attributes so that its module is not loaded
     if is_mesh:
         shape, sizes = tuple(group.mesh.shape), tuple(size for _, size in mesh.axes)

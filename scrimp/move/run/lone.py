@@ -1,0 +1,65 @@
+"""One rank of a mesh without the others: nothing is sent, and what arrives repeats what this rank has.
+
+A rehearsal runs programs with it: every tensor that a run makes has the size that it has among real ranks. Tensors on meta have
+no numbers, so nothing is copied there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from scrimp.layout import Mesh
+from scrimp.move.run.comm import Comm
+from scrimp.move.run.requests import AllReduce, AllToAll, Exchange, Gather, ReduceScatter, Request
+
+
+class LoneComm(Comm):
+    """`native`: gathers and sums are collectives of the backend, as they are on CUDA."""
+
+    def __init__(self, mesh: Mesh, rank: int, *, native: bool) -> None:
+        self.group = None
+        self.ranks = self.peers = tuple(range(mesh.size))
+        self.rank = rank
+        self.native = native
+        self.agreed: dict[str, int] = {}
+
+    @property
+    def stands_for(self) -> tuple[int, ...]:
+        return self.ranks
+
+    def serve(self, requests: Sequence[Request], tag: int = 0) -> None:
+        for each in requests:
+            match each:
+                case Exchange():
+                    source = each.sends[0].piece if each.sends else None
+                    for _, piece in each.receives:
+                        _fill(piece, source)
+                case Gather():
+                    _fill(each.out, each.local)
+                case ReduceScatter() | AllToAll():
+                    _fill(each.out, each.parts)
+                case AllReduce():
+                    pass
+
+    def join_parts(self, device: torch.device) -> None:
+        """Nobody else joins."""
+
+    def every_row(self, mine: torch.Tensor, rows: list[torch.Tensor], words: list[int]) -> list[list[int]]:
+        mine.view(-1)  # a meter does not see how torch.tensor makes a tensor on meta
+        torch.stack(rows)
+        return [words for _ in rows]
+
+
+def _fill(target: torch.Tensor, source: torch.Tensor | None) -> None:
+    """Repeats the source, whose numbers are of the same kind: an index stays a valid index."""
+    if target.is_meta:
+        return
+    if source is None or not source.numel():
+        target.zero_()
+        return
+    flat, given = target.view(-1), source.reshape(-1)
+    for start in range(0, flat.numel(), given.numel()):
+        part = flat[start : start + given.numel()]
+        part.copy_(given[: part.numel()])

@@ -1,0 +1,67 @@
+"""The ranks that a rehearsed rank would talk to: nobody answers, and every move is noted with its predicted seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from scrimp.cluster import Cluster
+from scrimp.engine import MeteredRanks
+from scrimp.layout import Mesh
+from scrimp.move import LoneComm, Peers, Program, seconds_on
+
+
+class StubRanks(MeteredRanks):
+    """`native`: as ranks on CUDA. `seconds`: predicted, of all moves since it was set. `spent`: measured, of what this rank did
+    for them, which the network would do."""
+
+    def __init__(self, mesh: Mesh, rank: int, cluster: Cluster, *, native: bool) -> None:
+        super().__init__(mesh, rank, LoneComm(mesh, rank, native=native))
+        self.native = native
+        self.seconds = self.spent = 0.0
+        self._cluster = cluster.on(mesh)
+        self._costs: dict[str, float] = {}
+
+    def move(self, program: Program, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
+        if program.hash not in self._costs:
+            self._costs[program.hash] = seconds_on(program, self._cluster)
+        self.seconds += self._costs[program.hash]
+        begin = _now(local)
+        found = super().move(program, local, donate=donate)
+        self.spent += _now(local) - begin
+        return found
+
+    def has_met(self, key: tuple[int, str]) -> bool:
+        """The ledger of CPU ranks has what moves take when they run for the first time; that of a GPU what they take later."""
+        return bool(self.native)
+
+
+class StubPeers(Peers):
+    """The ranks of other pipeline stages. Messages have one link: the slowest of the cluster."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
+        super().__init__(mesh.size)
+        self.seconds, self._link = 0.0, cluster.default
+
+    def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
+        return _Arrived()
+
+    def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
+        self.seconds += self._link.latency_seconds + tensor.nbytes / self._link.bytes_per_second
+        tensor.zero_()
+        return _Arrived()
+
+    def spread(self, tensor: torch.Tensor, stage: int) -> None:
+        self.seconds += self._link.latency_seconds + tensor.nbytes / self._link.bytes_per_second
+
+
+class _Arrived:
+    def wait(self) -> None: ...
+
+
+def _now(tensor: torch.Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
