@@ -19,9 +19,9 @@ from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
     from scrimp.rehearse.rehearse import rehearse
-    from scrimp.rehearse.result import AliveTensor, RehearsedPeak, Rehearsal
+    from scrimp.rehearse.result import AliveTensor, Rehearsal, RehearsedPeak
 
-__all__ = ["AliveTensor", "RehearsedPeak", "Rehearsal", "rehearse"]
+__all__ = ["AliveTensor", "Rehearsal", "RehearsedPeak", "rehearse"]
 
 __getattr__ = lazily(
     __name__,

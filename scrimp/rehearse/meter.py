@@ -43,17 +43,18 @@ class _Moved:
 
 
 class StorageMeter(PlainMode):
-    """Implements `Meter`, without a budget. `point`: the number of the point that runs. `history`: every storage so far."""
+    """Implements `Meter`, without a budget. `devices`: kinds of devices whose storages count. `point`: the number of
+    the point that runs. `history`: every storage so far."""
 
     live_nbytes = 0
     budget_nbytes = 1 << 62
 
-    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, ledger: Ledger, *devices: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self.point = ledger, 0
         self.history: list[Made] = []
         self.largest_nbytes, self.largest_event = 0, 0
-        self._type, self._event, self._entered = device.type, 0, 0
+        self._devices, self._event, self._entered = frozenset(devices), 0, 0
         self._own: set[int] = set()
         self._lent: dict[int, int] = {}
         self._alive: dict[int, tuple[Made, weakref.ref[Any]]] = {}
@@ -83,7 +84,7 @@ class StorageMeter(PlainMode):
     # Storages.
 
     def count(self, tensor: torch.Tensor, kind: str | None = None) -> None:
-        if tensor.device.type != self._type:
+        if tensor.device.type not in self._devices:
             return
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
@@ -141,7 +142,7 @@ class StorageMeter(PlainMode):
     def as_one(self, key: Hashable, given: torch.Tensor, run: Callable[[], torch.Tensor], kind: str, rest: str) -> torch.Tensor:
         if not self._entered:
             return run()
-        known = self._moves.get(key) if self._type == "meta" else None
+        known = self._moves.get(key) if given.is_meta else None
         if known is None:
             return self._run_move(key, given, run, kind, rest)
         self.settle_if(known.most_nbytes)
@@ -218,7 +219,7 @@ class StorageMeter(PlainMode):
 
     def lend(self, tensor: torch.Tensor) -> None:
         key = tensor.untyped_storage()._cdata
-        if tensor.device.type != self._type or ((key in self._own or key in self._alive) and key not in self._lent):
+        if tensor.device.type not in self._devices or ((key in self._own or key in self._alive) and key not in self._lent):
             return
         self._lent[key] = self._lent.get(key, 0) + tensor.nbytes
         self.ledger.charge("buffers", tensor.nbytes)

@@ -17,7 +17,7 @@ from scrimp.ledger import Books, Ledger, format_nbytes
 from scrimp.planner import Plan
 from scrimp.rehearse.communicator import StubPeers, StubRanks
 from scrimp.rehearse.meter import StorageMeter
-from scrimp.rehearse.result import AliveTensor, RehearsedPeak, Rehearsal
+from scrimp.rehearse.result import AliveTensor, Rehearsal, RehearsedPeak
 
 DEVICES = ("meta", "cpu", "cuda")
 CPU = "CPU"  # the kind of a cluster of processes, which exchange over gloo
@@ -58,7 +58,8 @@ def rehearse(
     _check_room(plan, stage, device)
     cluster = Cluster.from_json(plan.cluster)
     books = Books(device=Ledger(tier=on))
-    meter = StorageMeter(books.device, device)
+    # Operators without a device make small tensors on the CPU, also under meta: ranks on the CPU count them.
+    meter = StorageMeter(books.device, on, *(["cpu"] if on == "meta" and not native else []))
     comm = StubRanks(plan.mesh, inside, cluster, native=native)
     peers = StubPeers(plan.mesh, cluster) if plan.schedule is not None and len(plan.schedule.stages) > 1 else None
     staged = plan.precision != "fp32" and not native

@@ -97,8 +97,8 @@ class Rehearsal:
         more = len(self.ranks) - 1
         lines = [
             f"{who}{f' and {more} like it' if more > 0 else ''}, rehearsed on {self.on}, {len(self.points)} points",
-            f"peak      {format_nbytes(peak.nbytes)} ({peak.nbytes} bytes, {peak.nbytes / max(self.planned_nbytes, 1):.4f} of the "
-            f"plan's), at {peak.where}",
+            f"peak      {format_nbytes(peak.nbytes)}, {peak.nbytes / max(self.planned_nbytes, 1):.4f} of the plan's, "
+            f"at {peak.where}",
             *(f"  {kind:<12}{format_nbytes(nbytes):>12}" for kind, nbytes in peak.kinds.items() if nbytes),
         ]
         for each in peak.alive[:SHOWN]:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from scrimp.layout import Box, Layout, box_numel, intersect
 from scrimp.move.program import Program, Step
@@ -46,6 +49,27 @@ def routes(program: Program, step: Step, rank: int) -> Routes:
     return _routes(rank, program.mesh.size, before, after, sends, receives)
 
 
+def busiest_numel(program: Program, step: Step) -> int:
+    """Elements that the rank sends that sends most, in a step without axes of its own. Groups of ranks with the same summand are
+    alike: one is looked at."""
+    if step.axes:
+        return max(routes(program, step, rank).sent_numel for rank in range(program.mesh.size))
+    holders, needers = _holders(program, step, 0)
+    held, needed = list(holders), list(needers)
+    shared: Any = 1  # elements of each box that is held in each box that is needed
+    for dim in range(len(program.shape)):
+        (low, high), (start, stop) = (np.array([box[dim] for box in boxes]).T for boxes in (held, needed))
+        both = np.minimum(high[:, None], stop) - np.maximum(low[:, None], start)
+        shared = shared * np.maximum(both, 0)
+    sent = [0] * program.mesh.size
+    for mine, turn in zip(*np.nonzero(np.broadcast_to(shared, (len(held), len(needed)))), strict=True):
+        numel = int(shared[mine, turn])
+        for needer, giver in _givers(holders[held[mine]], needers[needed[turn]], int(mine + turn)).items():
+            if giver != needer:
+                sent[giver] += numel
+    return max(sent)
+
+
 def routes_between(before: Sequence[Box], after: Sequence[Box], rank: int) -> Routes:
     """The same for given boxes, one per rank, which need not be tiles of a layout."""
     holders: dict[Box, list[int]] = {}
@@ -67,6 +91,12 @@ def _routes(rank: int, world: int, before: Box, after: Box, sends: Iterable[Rout
 
 def _matched(program: Program, step: Step, rank: int) -> tuple[list[Route], list[Route]]:
     """Within the ranks that hold the same summand, if the array is a partial sum."""
+    holders, needers = _holders(program, step, rank)
+    return _match(rank, _tile(program, step.before, rank), _tile(program, step.after, rank), holders, needers)
+
+
+def _holders(program: Program, step: Step, rank: int) -> tuple[dict[Box, list[int]], dict[Box, list[int]]]:
+    """The ranks with the same summand as this one, by the box that they hold, and by the box that they need."""
     mesh = program.mesh
     holders: dict[Box, list[int]] = {}
     needers: dict[Box, list[int]] = {}
@@ -74,7 +104,7 @@ def _matched(program: Program, step: Step, rank: int) -> tuple[list[Route], list
         if all(mesh.coordinate(other, axis) == mesh.coordinate(rank, axis) for axis in step.before.partial):
             holders.setdefault(_tile(program, step.before, other), []).append(other)
             needers.setdefault(_tile(program, step.after, other), []).append(other)
-    return _match(rank, _tile(program, step.before, rank), _tile(program, step.after, rank), holders, needers)
+    return holders, needers
 
 
 def _match(

@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 from scrimp.errors import MoveError
 from scrimp.layout import Mesh
+from scrimp.move.program import Program
+from scrimp.move.run.execute import overload
+from scrimp.move.run.holder import free
 from scrimp.move.run.requests import AllReduce, AllToAll, Exchange, Gather, Part, ReduceScatter, Request
 from scrimp.move.run.torch_private import (
     all_gather_flat,
@@ -49,15 +52,18 @@ class Comm:
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._apart: Any = None  # the group for point-to-point parts on CUDA
 
-    @property
-    def stands_for(self) -> tuple[int, ...]:
-        """The mesh ranks whose part in an agreement this process takes."""
-        return (self.rank,)
+    def overload(self, program: Program) -> int:
+        """What this process says of a program when the ranks agree: of its own rank."""
+        return overload(program, self.rank)
 
-    def every_row(self, mine: torch.Tensor, rows: list[torch.Tensor], words: list[int]) -> list[list[int]]:
-        """The words of every rank of the group. `mine` has this rank's `words`; the others arrive in `rows`."""
+    def every_row(self, words: list[int], device: torch.device) -> list[list[int]]:
+        """The words of every rank of the group."""
+        mine = torch.tensor(words, dtype=torch.int64, device=device)
+        rows = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(rows, mine, group=self.group)
         table: list[list[int]] = torch.stack(rows).tolist()
+        for each in (mine, *rows):
+            free(each)  # the backend's thread may hold them longer
         return table
 
     def serve(self, requests: Sequence[Request], tag: int = 0) -> None:

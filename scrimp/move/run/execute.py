@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from scrimp.layout import Box, Mesh, box_numel
-from scrimp.move.plan.routes import Routes, routes
+from scrimp.move.plan.routes import Routes, busiest_numel, routes
 from scrimp.move.program import Program, Step
 from scrimp.move.run import all_to_all
 from scrimp.move.run.all_to_all import Order
@@ -33,6 +33,13 @@ def overload(program: Program, rank: int) -> int:
     """The most tiles' worth that this rank sends in a step with arbitrary exchanges, rounded up."""
     loose = [step for step in program.steps if step.kind in ("exchange", "direct")]
     most = max((routes(program, step, rank).sent_numel for step in loose), default=0)
+    return -(-most // max(program.cap_numel, 1))
+
+
+def largest_overload(program: Program) -> int:
+    """The same of the rank that sends most."""
+    loose = [step for step in program.steps if step.kind in ("exchange", "direct")]
+    most = max((busiest_numel(program, step) for step in loose), default=0)
     return -(-most // max(program.cap_numel, 1))
 
 

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from scrimp.layout import Mesh
+from scrimp.move.program import Program
 from scrimp.move.run.comm import Comm
+from scrimp.move.run.execute import largest_overload
 from scrimp.move.run.requests import AllReduce, AllToAll, Exchange, Gather, ReduceScatter, Request
 
 
@@ -25,9 +27,9 @@ class LoneComm(Comm):
         self.native = native
         self.agreed: dict[str, int] = {}
 
-    @property
-    def stands_for(self) -> tuple[int, ...]:
-        return self.ranks
+    def overload(self, program: Program) -> int:
+        """Of all ranks, which nobody else can say."""
+        return largest_overload(program)
 
     def serve(self, requests: Sequence[Request], tag: int = 0) -> None:
         for each in requests:
@@ -46,10 +48,13 @@ class LoneComm(Comm):
     def join_parts(self, device: torch.device) -> None:
         """Nobody else joins."""
 
-    def every_row(self, mine: torch.Tensor, rows: list[torch.Tensor], words: list[int]) -> list[list[int]]:
-        mine.view(-1)  # a meter does not see how torch.tensor makes a tensor on meta
-        torch.stack(rows)
-        return [words for _ in rows]
+    def every_row(self, words: list[int], device: torch.device) -> list[list[int]]:
+        """Takes the memory that the agreement takes. With collectives of the backend it is an earlier step's."""
+        if not self.native:
+            mine = torch.tensor(words, dtype=torch.int64, device=device)
+            mine.view(-1)  # a meter does not see how torch.tensor makes a tensor on meta
+            torch.stack([torch.empty_like(mine) for _ in self.ranks])
+        return [words for _ in self.ranks]
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor | None) -> None:
