@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from scrimp.lower.pipeline import Pipeline
     from scrimp.lower.run import Runner, Slots
     from scrimp.lower.source import Generated
-    from scrimp.lower.stages import Staged, lower_stages
+    from scrimp.lower.stages import Staged, crossing, lower_stages, messages
     from scrimp.lower.steps import Ahead, Behind, described
     from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
     from scrimp.lower.weights.joined import Together, shared_together, summed_together
@@ -69,6 +69,7 @@ __all__ = [
     "buckets_of",
     "check",
     "chunks",
+    "crossing",
     "cut",
     "described",
     "digest",
@@ -79,6 +80,7 @@ __all__ = [
     "lower",
     "lower_stages",
     "made_whole",
+    "messages",
     "module",
     "redistribute",
     "shared",
@@ -109,6 +111,8 @@ __getattr__ = lazily(
         "described": "scrimp.lower.steps",
         "Generated": "scrimp.lower.source",
         "Staged": "scrimp.lower.stages",
+        "crossing": "scrimp.lower.stages",
+        "messages": "scrimp.lower.stages",
         "lower_stages": "scrimp.lower.stages",
         "Shards": "scrimp.lower.weights.shards",
         "Rest": "scrimp.lower.weights.rest",

@@ -24,6 +24,7 @@ from scrimp._lazy import lazily
 if TYPE_CHECKING:
     from scrimp.move.plan.cost import MoveCost, MoveCosts
     from scrimp.move.plan.dtypes import ITEMSIZE
+    from scrimp.move.plan.routes import sizes_by_rank
     from scrimp.move.plan.steps import seconds_on
     from scrimp.move.plan.synthesize import clear_program_cache, lower_bound_numel, synthesize
     from scrimp.move.plan.tiles import tiles
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ITEMSIZE", "LoneComm", "MoveCost", "MoveCosts", "Peers", "Program", "Step", "all_gather_flat", "clear_program_cache",
     "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "redistribute_many", "run_between",
-    "run_program", "seconds_on", "stage_nbytes", "synthesize", "tiles",
+    "run_program", "seconds_on", "sizes_by_rank", "stage_nbytes", "synthesize", "tiles",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -48,6 +49,7 @@ __getattr__ = lazily(
         "MoveCost": "scrimp.move.plan.cost",
         "MoveCosts": "scrimp.move.plan.cost",
         "ITEMSIZE": "scrimp.move.plan.dtypes",
+        "sizes_by_rank": "scrimp.move.plan.routes",
         "seconds_on": "scrimp.move.plan.steps",
         "clear_program_cache": "scrimp.move.plan.synthesize",
         "lower_bound_numel": "scrimp.move.plan.synthesize",

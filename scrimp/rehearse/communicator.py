@@ -22,10 +22,12 @@ class StubRanks(MeteredRanks):
         self.native = native
         self.seconds = self.spent = 0.0
         self._cluster = cluster.on(mesh)
+        self.programs: dict[str, Program] = {}  # of all moves so far
         self._costs: dict[str, float] = {}
 
     def move(self, program: Program, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
         if program.hash not in self._costs:
+            self.programs[program.hash] = program
             self._costs[program.hash] = seconds_on(program, self._cluster)
         self.seconds += self._costs[program.hash]
         begin = _now(local)

@@ -1,9 +1,11 @@
-"""`rehearse`: one rank of a plan runs its real program, without the other ranks."""
+"""`rehearse`: one rank of a plan runs its real program, without the other ranks. `rehearse_all`: one rank of each class."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ from torch import nn
 
 from scrimp.chunks import SGD, AdamW, Optimizer
 from scrimp.cluster import Cluster
-from scrimp.engine import LoneRank, Recorder, available_host_nbytes, stage_of
+from scrimp.engine import LoneRank, Recorder, Timeline, available_host_nbytes, stage_of
 from scrimp.errors import FitError, RunError
 from scrimp.ledger import Books, Ledger, format_nbytes
 from scrimp.planner import Plan
+from scrimp.rehearse.classes import classes
 from scrimp.rehearse.communicator import StubPeers, StubRanks
 from scrimp.rehearse.meter import StorageMeter
 from scrimp.rehearse.result import AliveTensor, Rehearsal, RehearsedPeak
@@ -51,25 +54,43 @@ def rehearse(
         on: "meta", "cpu" or "cuda".
         optimizer: The default is the plan's, with default settings.
     """
+    return _rehearsed(plan, model, batch, rank, on, optimizer)[0]
+
+
+def rehearse_all(
+    plan: Plan, model: nn.Module, batch: Batch, on: str = "meta", *, optimizer: Optimizer | None = None
+) -> tuple[Rehearsal, ...]:
+    """Rehearse one rank of each class of ranks with the same program and sizes; `ranks` of each result has the class."""
+    found = []
+    stages = 1 if plan.schedule is None else len(plan.schedule.stages)
+    for first in range(0, stages * plan.mesh.size, plan.mesh.size):
+        result, lone, comm = _rehearsed(plan, model, batch, first, on, optimizer)
+        for members in classes(lone, comm.programs.values()):
+            ranks = tuple(first + rank for rank in members)
+            each = result if first in ranks else _rehearsed(plan, model, batch, ranks[0], on, optimizer)[0]
+            found.append(replace(each, ranks=ranks))
+    return tuple(found)
+
+
+def _rehearsed(
+    plan: Plan, model: nn.Module, batch: Batch, rank: int, on: str, optimizer: Optimizer | None
+) -> tuple[Rehearsal, LoneRank, StubRanks]:
     stage, inside = stage_of(plan, rank)
-    device = _device(on)
-    target = _target(plan)
-    native = on == "cuda" or (on == "meta" and target != CPU)
+    device, cluster = _device(on), Cluster.from_json(plan.cluster)
+    native = on == "cuda" or (on == "meta" and (cluster.hardware is None or cluster.hardware.kind != CPU))
     _check_room(plan, stage, device)
-    cluster = Cluster.from_json(plan.cluster)
     books = Books(device=Ledger(tier=on))
     # Operators without a device make small tensors on the CPU, also under meta: ranks on the CPU count them.
     meter = StorageMeter(books.device, on, *(["cpu"] if on == "meta" and not native else []))
     comm = StubRanks(plan.mesh, inside, cluster, native=native)
     peers = StubPeers(plan.mesh, cluster) if plan.schedule is not None and len(plan.schedule.stages) > 1 else None
-    staged = plan.precision != "fp32" and not native
     lone = LoneRank(
         plan, model, rank=rank, optimizer=optimizer or OPTIMIZERS[plan.optimizer], device=device, comm=comm, peers=peers,
-        meter=meter, books=books, staged=staged,
+        meter=meter, books=books, staged=plan.precision != "fp32" and not native,
     )  # fmt: skip
-    args, kwargs = _given(batch, device)
-    recorder = Recorder(books.device, meter, lambda number: setattr(meter, "point", number + 1))
+    recorder = Recorder(books.device, meter, partial(_number, meter))
     try:
+        args, kwargs = _given(batch, device)
         lone.step(args, kwargs, recorder)
         communication = comm.seconds + (peers.seconds if peers is not None else 0.0)
         compute, allocated = (None, None) if on == "meta" else _timed(lone, comm, args, kwargs, device)
@@ -78,19 +99,30 @@ def rehearse(
     finally:
         lone.close()
     timeline = recorder.timeline()
-    largest = max(range(len(timeline.points)), key=timeline.totals.__getitem__)
-    kinds = {kind: row[largest] for kind, row in timeline.kinds.items()}
-    points = timeline.points
+    return (
+        Rehearsal(
+            rank=rank, stage=stage, on=on, points=timeline.points, kinds=timeline.kinds, peak=_peak(timeline, meter),
+            planned_nbytes=lone.program.peak_nbytes, compute_seconds=compute, communication_seconds=communication,
+            overlap_seconds=0.0, step_seconds=_step_seconds(plan, compute, communication), device_peak_nbytes=allocated,
+        ),
+        lone,
+        comm,
+    )  # fmt: skip
+
+
+def _number(meter: StorageMeter, ended: int) -> None:
+    meter.point = ended + 1
+
+
+def _peak(timeline: Timeline, meter: StorageMeter) -> RehearsedPeak:
+    points, totals = timeline.points, timeline.totals
+    at = max(range(len(points)), key=totals.__getitem__)
     alive = tuple(
         AliveTensor(nbytes=each.nbytes, kind=each.kind, shape=each.shape, dtype=each.dtype, made_at=points[each.point])
         for each in meter.alive_at_largest()
     )
-    peak = RehearsedPeak(nbytes=sum(kinds.values()), point=largest, where=points[largest], kinds=kinds, alive=alive)
-    return Rehearsal(
-        rank=rank, stage=stage, on=on, points=points, kinds=timeline.kinds, peak=peak,
-        planned_nbytes=lone.program.peak_nbytes, compute_seconds=compute, communication_seconds=communication,
-        overlap_seconds=0.0, step_seconds=_step_seconds(plan, stage, compute, communication), device_peak_nbytes=allocated,
-    )  # fmt: skip
+    kinds = {kind: row[at] for kind, row in timeline.kinds.items()}
+    return RehearsedPeak(nbytes=totals[at], point=at, where=points[at], kinds=kinds, alive=alive)
 
 
 def _device(on: str) -> torch.device:
@@ -99,12 +131,6 @@ def _device(on: str) -> torch.device:
     if on == "cuda" and not torch.cuda.is_available():
         raise RunError("on='cuda': there is no GPU here; rehearse on='meta', which needs none, or on='cpu'")
     return torch.device(on)
-
-
-def _target(plan: Plan) -> str:
-    """The kind of device that the plan is for."""
-    hardware = Cluster.from_json(plan.cluster).hardware
-    return "" if hardware is None else hardware.kind
 
 
 def _check_room(plan: Plan, stage: int, device: torch.device) -> None:
@@ -156,7 +182,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _step_seconds(plan: Plan, stage: int, compute: float | None, communication: float) -> float:
+def _step_seconds(plan: Plan, compute: float | None, communication: float) -> float:
     """Moves and operators run one after the other. A pipeline stage also waits for others, as long as the plan predicts. Without
     a measurement it is the plan's prediction."""
     if compute is None:
