@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from scrimp.move import synthesize as synthesize
     from scrimp.planner import Plan as Plan
     from scrimp.planner import plan as plan
+    from scrimp.rehearse import Rehearsal as Rehearsal
+    from scrimp.rehearse import rehearse as rehearse
     from scrimp.report import read_metrics as read_metrics
 
 
@@ -61,6 +63,7 @@ _HOME = {
     "PlanWarning": "scrimp.errors",
     "Program": "scrimp.move",
     "Progress": "scrimp.engine",
+    "Rehearsal": "scrimp.rehearse",
     "RunError": "scrimp.errors",
     "SGD": "scrimp.chunks",
     "ScrimpError": "scrimp.errors",
@@ -70,6 +73,7 @@ _HOME = {
     "redistribute": "scrimp.ext.dtensor",
     "plan": "scrimp.planner",
     "redistribute_many": "scrimp.move",
+    "rehearse": "scrimp.rehearse",
     "synthesize": "scrimp.move",
 }
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from scrimp.chunks.kernels.host_update import FUSED, KINDS, LEVELS, host_kernel, why_no_host_kernel
     from scrimp.chunks.meter.cpu import CpuMeter
     from scrimp.chunks.meter.cuda import CudaMeter
-    from scrimp.chunks.meter.dispatch_private import PlainMode, detached
+    from scrimp.chunks.meter.dispatch_private import PlainMode, Unseen, detached
     from scrimp.chunks.meter.protocol import Meter
     from scrimp.chunks.schedule.eviction import Schedule, ScheduleStep, least_fetched_nbytes
     from scrimp.chunks.schedule.placement_search import Choice, choose_placement
@@ -64,8 +64,8 @@ __all__ = [
     "BLOCK", "CODECS", "DEVICE", "DISK", "DTYPES", "FUSED", "HOST", "KINDS", "LEVELS", "PAGE", "SGD", "STAGES", "STREAMED",
     "AdamW", "Choice", "ChunkTable", "Coder", "Copies", "CpuMeter", "CudaMeter", "Event", "Field", "Gate", "HostUpdate",
     "LayerCost", "LayerSpace", "Meter", "Opened", "Optimizer", "Part", "Piece", "PlainMode", "Rates", "Row", "Rules",
-    "Schedule", "ScheduleStep", "Shards", "Share", "Slot", "Spans", "Store", "StreamedUpdate", "Tier", "Tiling", "Updater",
-    "Wire", "Worker", "arena", "build_table", "check_optimizer", "choose_placement", "coder_numel", "detached",
+    "Schedule", "ScheduleStep", "Shards", "Share", "Slot", "Spans", "Store", "StreamedUpdate", "Tier", "Tiling", "Unseen",
+    "Updater", "Wire", "Worker", "arena", "build_table", "check_optimizer", "choose_placement", "coder_numel", "detached",
     "device_kernel", "device_memory", "gradient_norm", "host_kernel", "kernel_or_reason", "least_fetched_nbytes",
     "load_library", "measure_rates", "open_direct", "optimized", "placement_nbytes", "quickest", "rate", "region_requests",
     "settings_by_group", "settle", "stage_numel", "stages_nbytes", "state_fields", "tile_numel", "triton_at_hand",
@@ -89,6 +89,7 @@ __getattr__ = lazily(
         "CpuMeter": "scrimp.chunks.meter.cpu",
         "CudaMeter": "scrimp.chunks.meter.cuda",
         "PlainMode": "scrimp.chunks.meter.dispatch_private",
+        "Unseen": "scrimp.chunks.meter.dispatch_private",
         "detached": "scrimp.chunks.meter.dispatch_private",
         "Meter": "scrimp.chunks.meter.protocol",
         "Schedule": "scrimp.chunks.schedule.eviction",

@@ -266,6 +266,55 @@ def plan(
 
 
 @app.command()
+def rehearse(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as scrimp plan --out writes it.")],
+    rank: Annotated[str, typer.Option(help="The rank, or all: one of each class of ranks with the same sizes.")] = "0",
+    on: Annotated[
+        str, typer.Option(help="meta (no memory, any size), cpu or cuda (for real, with random data; compute is timed).")
+    ] = "meta",
+    model: Annotated[str | None, typer.Option(help="The model. Default: the one that the plan names.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences or images in a step. Default: as planned.", min=1, max=MOST)
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence, for a config.json. Default: as planned.", min=1, max=MOST)
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the model, such as layers=32. May be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the rehearsal to this file, as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Run a rank of a plan here, without the others: memory over time, seconds.
+
+    The rank runs its real program. Other ranks do not answer: what they would
+    send has the right sizes, and no meaning. On meta no memory is needed and no
+    GPU: a laptop can rehearse 1,024 of them. Communication is predicted from the
+    plan's cluster.
+
+    Examples
+      scrimp plan gpt-tiny --cluster 8xA100-80 --mesh dp=2,tp=4 --out plan.json
+      scrimp rehearse plan.json
+      scrimp rehearse plan.json --rank all
+      scrimp rehearse plan.json --rank 3 --on cpu
+      scrimp rehearse plan.json --json
+    """
+    from scrimp.cli._files import check_writable, load_plan
+
+    with typed():
+        if on not in ("meta", "cpu", "cuda"):
+            raise ScrimpError(f"--on {on}: it is meta, cpu or cuda")
+        check_writable("--out", out)
+        plan = load_plan(plan_file)
+    from scrimp.cli import _rehearse  # loads torch
+
+    _rehearse.run(
+        console(), plan, plan_file, rank=rank, on=on, model=model, batch=batch, seq=seq, settings=settings or [], as_json=as_json,
+        out=out,
+    )  # fmt: skip
+
+
+@app.command()
 def diff(
     one: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, as scrimp plan --out writes it.")],
     other: Annotated[Path, typer.Argument(metavar="B.json", help="Another plan.")],

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from scrimp.errors import ScrimpError
+from scrimp.planner import Plan
 
 
 def check_writable(option: str, path: Path | None) -> None:
@@ -29,3 +30,12 @@ def write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ScrimpError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def load_plan(path: Path) -> Plan:
+    try:
+        return Plan.load(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScrimpError(f"{path} cannot be read: {error}") from error
+    except ScrimpError as error:
+        raise ScrimpError(f"{path}: {error}") from error

@@ -22,7 +22,8 @@ Read in this order:
     update/       the global gradient check, then the optimizer on device, host or disk, overlapped with the next step
     schedule/     a traced step becomes a schedule: placement of layers, kept activations, prefetch and eviction
     entry/        what users call between steps: evaluate, backward/update, full_parameters, save/load, learning rates
-    observe/      the lower bound of a step, the progress line, what a run folder holds of an engine
+    observe/      the lower bound of a step, the progress line, what a run folder holds of an engine, memory over the points of
+                  a planned step
     chunked_loss.py  cross-entropy that never holds all logits
 
 One fetch:     step/layer_forward.py -> step/residency.py -> chunks/store/store.py
@@ -42,17 +43,28 @@ from scrimp.cluster import Machine, Operators, register_measure
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
     from scrimp.engine.chunked_loss import chunked_cross_entropy
+    from scrimp.engine.lowered.lone_rank import LoneRank, stage_of
+    from scrimp.engine.lowered.passes import MeteredRanks
     from scrimp.engine.observe.progress import Progress
+    from scrimp.engine.observe.timeline import Recorder, Timeline
     from scrimp.engine.schedule.probe import probe
     from scrimp.engine.setup.budget import Memory, available_host_nbytes
 
-__all__ = ["Engine", "Memory", "Progress", "available_host_nbytes", "chunked_cross_entropy", "probe"]
+__all__ = [
+    "Engine", "LoneRank", "Memory", "MeteredRanks", "Progress", "Recorder", "Timeline", "available_host_nbytes",
+    "chunked_cross_entropy", "probe", "stage_of",
+]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
     {
         "Engine": "scrimp.engine._engine",
         "chunked_cross_entropy": "scrimp.engine.chunked_loss",
+        "LoneRank": "scrimp.engine.lowered.lone_rank",
+        "stage_of": "scrimp.engine.lowered.lone_rank",
+        "MeteredRanks": "scrimp.engine.lowered.passes",
+        "Recorder": "scrimp.engine.observe.timeline",
+        "Timeline": "scrimp.engine.observe.timeline",
         "Progress": "scrimp.engine.observe.progress",
         "probe": "scrimp.engine.schedule.probe",
         "Memory": "scrimp.engine.setup.budget",

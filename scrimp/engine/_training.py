@@ -46,6 +46,7 @@ from scrimp.engine.lowered.passes import PlannedPasses, taking
 from scrimp.engine.lowered.program import check_arguments, micro_batches_of, places_of
 from scrimp.engine.lowered.rank import planned_rank
 from scrimp.engine.lowered.table import planned_table
+from scrimp.engine.observe.timeline import AFTER, UPDATE, Recorder
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
 from scrimp.engine.schedule.planned import Planned
 from scrimp.engine.schedule.planning import Planning
@@ -222,6 +223,7 @@ class Training(Between, Accumulating):
         )
         self.updating.saw = self.planning.saw_update
         self.closed = False
+        self.recorder: Recorder | None = None  # of memory over the points of a planned step
         self.broken: str | None = None  # why the weights are not those of any step
         self.current = StepContext(traffic=astuple(self.store.traffic))  # of the step that runs, or of the last one
         for parameter in {id(parameter): parameter for parameter in self.weights.values()}.values():
@@ -245,7 +247,11 @@ class Training(Between, Accumulating):
         self._admit()
         # Forward and backward of all micro-batches, tried until they fit: step/attempts.py calls `run_micro_batches`.
         plan, loss = compute_gradients(self, signature(args, kwargs), args, kwargs)
+        if self.recorder is not None:
+            self.recorder.end(AFTER)
         self.finish()  # the rest of the exchange, the gradient check, the update
+        if self.recorder is not None:
+            self.recorder.end(UPDATE)
         self._learn(plan, start)
         return loss
 

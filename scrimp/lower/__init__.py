@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from scrimp.lower.model import Lowered, LoweredLayer, later_axes, lower
     from scrimp.lower.moves import Arrived, Communicator, Handle, Ranks, local_shape, made_whole, redistribute
     from scrimp.lower.pipeline import Pipeline
-    from scrimp.lower.run import Runner
+    from scrimp.lower.run import Runner, Slots
     from scrimp.lower.source import Generated
-    from scrimp.lower.stages import Staged, lower_stages
+    from scrimp.lower.stages import Staged, crossing, lower_stages, messages
+    from scrimp.lower.steps import Ahead, Behind, described
     from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
     from scrimp.lower.weights.joined import shared_together, summed_together
     from scrimp.lower.weights.overlap import Overlap, overlap_of
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
     from scrimp.lower.weights.together import Summed, Together
 
 __all__ = [
+    "Ahead",
     "Arrived",
+    "Behind",
     "Buckets",
     "Communicator",
     "Generated",
@@ -66,13 +69,16 @@ __all__ = [
     "Rest",
     "Runner",
     "Shards",
+    "Slots",
     "Staged",
     "Summed",
     "Together",
     "buckets_of",
     "check",
     "chunks",
+    "crossing",
     "cut",
+    "described",
     "digest",
     "flat_tile",
     "gathered",
@@ -81,6 +87,7 @@ __all__ = [
     "lower",
     "lower_stages",
     "made_whole",
+    "messages",
     "module",
     "overlap_of",
     "redistribute",
@@ -108,8 +115,14 @@ __getattr__ = lazily(
         "module": "scrimp.lower.layer_module",
         "Pipeline": "scrimp.lower.pipeline",
         "Runner": "scrimp.lower.run",
+        "Slots": "scrimp.lower.run",
+        "Ahead": "scrimp.lower.steps",
+        "Behind": "scrimp.lower.steps",
+        "described": "scrimp.lower.steps",
         "Generated": "scrimp.lower.source",
         "Staged": "scrimp.lower.stages",
+        "crossing": "scrimp.lower.stages",
+        "messages": "scrimp.lower.stages",
         "lower_stages": "scrimp.lower.stages",
         "Shards": "scrimp.lower.weights.shards",
         "Rest": "scrimp.lower.weights.rest",

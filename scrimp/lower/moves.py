@@ -82,6 +82,7 @@ class Ranks:
     meets nobody."""
 
     turn: int = 0
+    native: bool | None = None  # whether gathers and sums are collectives of the backend; None: as the tensor's device says
 
     def __init__(self, mesh: Mesh, rank: int, group: Any = None) -> None:
         self.mesh, self.rank, self.group = mesh, rank, group
@@ -89,9 +90,12 @@ class Ranks:
 
     def start(self, program: Program, local: torch.Tensor, *, donate: bool) -> Handle:
         """A move that has not met yet ends here: one that meets no other fails at once, not behind others."""
-        if not program.steps or (self._after(1), program.hash) not in self._met:
+        if not program.steps or not self.has_met((self._after(1), program.hash)):
             return Arrived(self.move(program, local, donate=donate))
         self.note(1)
+        return self.under_way(program, local, donate=donate)
+
+    def under_way(self, program: Program, local: torch.Tensor, *, donate: bool) -> Handle:
         return UnderWay(start_program(program, local, group=self.group, donate=donate, turn=self.turn))
 
     def move(self, program: Program, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
@@ -99,13 +103,17 @@ class Ranks:
             return run_program(program, local, group=self.group, donate=donate)
         self.note(1)
         key = (self.turn, program.hash)
-        met = key in self._met
+        met = self.has_met(key)
         made = run_program(program, local, group=self.group, donate=donate, turn=self.turn, met=met)
         if not met:
             if len(self._met) >= MOST_MET:  # on all ranks at the same move
                 self._met.clear()
             self._met.add(key)
         return made
+
+    def has_met(self, key: tuple[int, str]) -> bool:
+        """Whether this move, the turn and the program's hash, has met the same move on all ranks before."""
+        return key in self._met
 
     def note(self, what: int) -> None:
         """Before a move: what it is for."""
@@ -127,6 +135,12 @@ class Ranks:
             raise RunError(
                 f"ranks {', '.join(map(str, others))} run other steps than rank 0: give all ranks the same plan, model and scrimp"
             )
+
+
+def native_on(comm: Communicator, tensor: torch.Tensor) -> bool:
+    """Whether a gather is one collective of the backend. A rehearsal says it, whose tensors are on another device."""
+    said: bool | None = getattr(comm, "native", None)
+    return tensor.is_cuda if said is None else said
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, how: str, axes: tuple[str, ...]) -> torch.Tensor:

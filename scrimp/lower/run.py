@@ -68,7 +68,8 @@ class Runner:
     def draw(self, op: int, coordinates: tuple[tuple[str, int], ...]) -> torch.Generator:
         """The generator of an operator's random numbers: one for each tile, the same for its replicas and for a recompute."""
         text = repr((self.seed, self.layer, op, coordinates)).encode()
-        return torch.Generator(self.device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"))
+        device = "cpu" if self.device.type == "meta" else self.device  # meta has no numbers to draw
+        return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big"))
 
     def forward(
         self, given: dict[str, torch.Tensor], leaving: Collection[Key] = ()

@@ -63,20 +63,28 @@ def left_of(program: Ahead | Behind) -> tuple[int, ...]:
     return tuple(dict.fromkeys(slot for _, slot in program.gradients))
 
 
+Watch = Callable[["Generated", LoweredLayer, Ahead | Behind, int], None]
+
+
 class Generated(Runner):
-    """Runs the generated functions. `sources`: their texts. `steps`: of each function the step of each line."""
+    """Runs the generated functions. `sources`: their texts. `steps`: of each function the step of each line. `watch`: called
+    before a pass, with the number -1, and after each step but `Free`, with its number; functions without it have no such line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sources: list[str] = []
         self.steps: dict[CodeType, tuple[Step | None, ...]] = {}
-        self._functions: dict[int, tuple[tuple[int, ...], tuple[int, ...], Function]] = {}
+        self.watch: Watch | None = None
+        self._functions: dict[tuple[int, bool], tuple[tuple[int, ...], tuple[int, ...], Function]] = {}
 
     def phase(self, layer: LoweredLayer, program: Ahead | Behind, slots: Slots) -> None:
-        if id(program) not in self._functions:
+        key = (id(program), self.watch is not None)
+        if key not in self._functions:
             given, left = given_of(program, layer.ahead), left_of(program)
-            self._functions[id(program)] = given, left, self._function(layer.chosen, program, given, left)
-        given, left, function = self._functions[id(program)]
+            self._functions[key] = given, left, self._function(layer.chosen, program, given, left)
+        given, left, function = self._functions[key]
+        if self.watch is not None:
+            self.watch(self, layer, program, -1)
         box = [slots.pop(slot) for slot in given]
         slots.update(zip(left, function(box, layer.names), strict=True))
 
@@ -114,8 +122,11 @@ class Generated(Runner):
         if given:
             lines.append(f"    {_names(given)}, = given; given.clear()")
         steps: list[Step | None] = [None] * len(lines)
+        bound["watch"] = partial(self._watched, program)
         for number, step in enumerate(program.steps):
             lines += (f"    {line}" for line in self._lines(chosen, step, number, bound))
+            if self.watch is not None and not isinstance(step, Free):
+                lines.append(f"    watch({number})")
             steps += [step] * (len(lines) - len(steps))
         lines.append(f"    return ({_names(left)},)" if left else "    return ()")
         text = "\n".join(lines) + "\n"
@@ -124,6 +135,10 @@ class Generated(Runner):
         function: Function = bound["phase"]
         self.steps[bound["phase"].__code__] = tuple(steps)
         return function
+
+    def _watched(self, program: Ahead | Behind, number: int) -> None:
+        assert self.watch is not None
+        self.watch(self, self.lowered.layers[self.layer - self.lowered.first], program, number)
 
     def _lines(self, chosen: ChosenLayer, step: Step, number: int, bound: dict[str, Any]) -> Iterable[str]:
         match step:

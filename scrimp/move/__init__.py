@@ -11,7 +11,8 @@ Read in this order:
     plan/         atoms and the search space, the search in normal form, exact prices, `synthesize`
     checker.py    the proof: every step obeys its typing rule and the chain ends in the target
     simulator.py  all ranks in one process: the oracle of the executor
-    run/          the executor on torch.distributed: ranks compare programs first; many arrays in few calls
+    run/          the executor on torch.distributed: ranks compare programs first; many arrays in few calls;
+                  one rank without the others, for a rehearsal
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from scrimp._lazy import lazily
 if TYPE_CHECKING:
     from scrimp.move.plan.cost import MoveCost, MoveCosts
     from scrimp.move.plan.dtypes import ITEMSIZE
+    from scrimp.move.plan.routes import sizes_by_rank
+    from scrimp.move.plan.steps import seconds_on
     from scrimp.move.plan.synthesize import clear_program_cache, lower_bound_numel, synthesize
     from scrimp.move.plan.tiles import tiles
     from scrimp.move.program import Program, Step
     from scrimp.move.run.comm import end_group, mesh_rank
     from scrimp.move.run.execute import stage_nbytes
+    from scrimp.move.run.lone import LoneComm
     from scrimp.move.run.many import redistribute_many
     from scrimp.move.run.peers import Peers
     from scrimp.move.run.received import received_nbytes
@@ -35,9 +39,10 @@ if TYPE_CHECKING:
     from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout
 
 __all__ = [
-    "ITEMSIZE", "MoveCost", "MoveCosts", "Peers", "Program", "Started", "Step", "all_gather_flat", "clear_program_cache",
-    "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "received_nbytes", "redistribute_many",
-    "run_between", "run_program", "stage_nbytes", "start_program", "synthesize", "tiles",
+    "ITEMSIZE", "LoneComm", "MoveCost", "MoveCosts", "Peers", "Program", "Started", "Step", "all_gather_flat",
+    "clear_program_cache", "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "received_nbytes",
+    "redistribute_many", "run_between", "run_program", "seconds_on", "sizes_by_rank", "stage_nbytes", "start_program",
+    "synthesize", "tiles",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -46,6 +51,8 @@ __getattr__ = lazily(
         "MoveCost": "scrimp.move.plan.cost",
         "MoveCosts": "scrimp.move.plan.cost",
         "ITEMSIZE": "scrimp.move.plan.dtypes",
+        "sizes_by_rank": "scrimp.move.plan.routes",
+        "seconds_on": "scrimp.move.plan.steps",
         "clear_program_cache": "scrimp.move.plan.synthesize",
         "lower_bound_numel": "scrimp.move.plan.synthesize",
         "synthesize": "scrimp.move.plan.synthesize",
@@ -55,6 +62,7 @@ __getattr__ = lazily(
         "end_group": "scrimp.move.run.comm",
         "mesh_rank": "scrimp.move.run.comm",
         "stage_nbytes": "scrimp.move.run.execute",
+        "LoneComm": "scrimp.move.run.lone",
         "all_gather_flat": "scrimp.move.run.torch_private",
         "redistribute_many": "scrimp.move.run.many",
         "Peers": "scrimp.move.run.peers",

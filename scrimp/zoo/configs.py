@@ -173,6 +173,9 @@ PRESETS: Mapping[str, Config] = {
     "llama-70b": LlamaConfig(
         vocab=128256, seq=8192, dim=8192, heads=64, kv_heads=8, layers=80, hidden=28672, theta=500000.0
     ),
+    "llama-405b": LlamaConfig(
+        vocab=128256, seq=8192, dim=16384, heads=128, kv_heads=8, layers=126, hidden=53248, theta=500000.0
+    ),
     "bert-tiny": BertConfig(vocab=64, seq=32, dim=32, heads=4, layers=2),
     "bert-base": BertConfig(),
     "bert-large": BertConfig(dim=1024, heads=16, layers=24),

@@ -43,6 +43,7 @@ class CpuMeter(PlainMode):
         self._wrapped_nbytes = 0
         self._kind = "temporaries"  # of what operators make now
         self._moves = False  # storages may be emptied
+        self._learns = False  # a move runs for the first time
         self._known: dict[int, tuple[str, int]] = {}
         self._lent: set[int] = set()
         self._shapes: dict[int, tuple[int, ...]] = {}  # of counted storages
@@ -142,13 +143,13 @@ class CpuMeter(PlainMode):
         """The most that live storages, and all bytes, grow while it runs."""
         before, peak = self.live_nbytes, self.peak_nbytes
         self.peak_nbytes = self._most_live = before
-        self._given = given.untyped_storage()
+        self._given, self._learns = given.untyped_storage(), True
         try:
             with self.counting(rest):
                 out = run()
         finally:
             need, live = self.peak_nbytes - before, self._most_live - before
-            self.peak_nbytes, self._given = max(peak, self.peak_nbytes), None
+            self.peak_nbytes, self._given, self._learns = max(peak, self.peak_nbytes), None, False
         self.mark(out, kind)
         made = 0 if out.untyped_storage()._cdata == given.untyped_storage()._cdata else out.untyped_storage().nbytes()
         self._scale.learn(key, Weight(need, 0, live, made))
@@ -171,8 +172,10 @@ class CpuMeter(PlainMode):
         if self._given is not None and not self._given.nbytes():
             self._freed(self._given._cdata)
             self._given = None
-        if not self._moves or self.ledger.total_nbytes + nbytes <= self.ledger.live_peak.nbytes:
-            return
+        if self._learns or (self._moves and self.ledger.total_nbytes + nbytes > self.ledger.live_peak.nbytes):
+            self.settle()
+
+    def settle(self) -> None:
         for key, alive in [*self._alive.items()]:
             storage = alive()
             if storage is not None and not storage.nbytes():

@@ -127,6 +127,9 @@ class CudaMeter:
         peak, self._peak = self._peak, 0
         return peak
 
+    def settle(self) -> None:
+        self.before_change()
+
     def largest(self) -> tuple[int, tuple[int, ...]]:
         return 0, ()  # the allocator does not know shapes
 

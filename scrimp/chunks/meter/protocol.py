@@ -66,6 +66,9 @@ class Meter(Protocol):
     def reset_peak(self) -> int:
         """The peak since the last reset."""
 
+    def settle(self) -> None:
+        """Enter in the ledger what happened since the last operator: storages that were emptied, or the peak since then."""
+
     def largest(self) -> tuple[int, tuple[int, ...]]:
         """Bytes and shape of the largest live tensor."""
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -19,13 +19,44 @@ from scrimp.engine.lowered.program import Program
 from scrimp.engine.lowered.weights import EngineWeights
 from scrimp.engine.lowered.whole_weights import WholeWeights
 from scrimp.engine.step.batch import to_device
+from scrimp.engine.step.context import StepContext
 from scrimp.engine.step.phase import Phase
+from scrimp.engine.update.grad_check import LossScale
 from scrimp.errors import FitError, RunError
-from scrimp.lower import Generated, Handle, Ranks
+from scrimp.lower import Ahead, Behind, Generated, Handle, LoweredLayer, Ranks, Slots
 from scrimp.move import Program as MoveProgram
 
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
+
+
+class Stepping(Protocol):
+    """What a pass needs to know of the step that it belongs to. `pending`: micro-batches of this step that ran before."""
+
+    device: torch.device
+    current: StepContext
+    loss_scale: LossScale
+    micro_batches: int
+    steps: int
+
+    @property
+    def pending(self) -> int: ...
+
+    @property
+    def input_dtype(self) -> torch.dtype | None: ...
+
+
+class MeteredSteps(Generated):
+    """Tells the meter that what a forward saves for the backward is an activation."""
+
+    weights: EngineWeights
+
+    def phase(self, layer: LoweredLayer, program: Ahead | Behind, slots: Slots) -> None:
+        super().phase(layer, program, slots)
+        if isinstance(program, Ahead):
+            meter = self.weights.residents.meter
+            for slot in program.saved:
+                meter.mark(slots[slot], "activations")
 
 
 class MeteredRanks(Ranks):
@@ -40,11 +71,11 @@ class MeteredRanks(Ranks):
         owns = local.untyped_storage().nbytes() == local.nbytes  # else it cannot be donated
         return self.meter.as_one((program.hash, donate, owns, local.stride()), local, run, "moved", "scratch")
 
-    def start(self, program: MoveProgram, local: torch.Tensor, *, donate: bool) -> Handle:
+    def under_way(self, program: MoveProgram, local: torch.Tensor, *, donate: bool) -> Handle:
         if self.meter is None:
-            return super().start(program, local, donate=donate)
+            return super().under_way(program, local, donate=donate)
         with self.meter.counting("scratch"):
-            return MeteredHandle(super().start(program, local, donate=donate), self.meter)
+            return MeteredHandle(super().under_way(program, local, donate=donate), self.meter)
 
 
 class MeteredHandle:
@@ -86,10 +117,15 @@ class PlannedPasses:
         self._paths = tuple(layer.path for layer in self._residents.store.table.layers)
         self._seed = int(wire.from_first(torch.tensor([torch.initial_seed() & (1 << 62) - 1])))  # rank 0's
 
+    @property
+    def runners(self) -> list[Generated]:
+        """What runs the steps of each piece."""
+        return [self._runner]
+
     @cached_property
     def _runner(self) -> Generated:
         (whole,) = self.program.part.pieces
-        return Generated(whole, self.comm, self.weights, device=self._residents.store.device)
+        return MeteredSteps(whole, self.comm, self.weights, device=self._residents.store.device)
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors of a batch by their names in the plan."""
@@ -99,7 +135,7 @@ class PlannedPasses:
         return given
 
     def parts(
-        self, engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+        self, engine: Stepping, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
     ) -> list[Callable[[], torch.Tensor]]:
         """The forward and backward of each micro-batch, which returns the loss of all ranks' parts of it."""
         found = micro_batches(self.program, self.batch, self.tensors(args, kwargs), self.comm.rank, count)
@@ -119,7 +155,7 @@ class PlannedPasses:
         with WholeWeights(self.weights, engine.store, engine.weights) as mode:
             yield mode.kept
 
-    def _run(self, engine: Training, part: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+    def _run(self, engine: Stepping, part: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         engine.current.part_arrived = set()
         meter = self._residents.meter
         _, here = to_device((), part, engine.device, engine.input_dtype)
@@ -134,7 +170,7 @@ class PlannedPasses:
             for tensor in here.values():
                 meter.forget(tensor)
 
-    def _metered(self, engine: Training, here: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+    def _metered(self, engine: Stepping, here: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         """Random numbers depend on the seed, the step and the number of the micro-batch in it."""
         self._runner.seed = hash((self._seed, engine.steps, number))
         self.weights.begin()

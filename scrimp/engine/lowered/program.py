@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from scrimp.capture import Graph
 from scrimp.chunks import DEVICE, ChunkTable, Optimizer, Tier, Wire
 from scrimp.engine.lowered.graph import graph_of
 from scrimp.engine.setup.adopt import DEFAULT_CHUNK
@@ -63,6 +64,11 @@ class Program:
         return self.parts[self.stage]
 
     @property
+    def digest(self) -> str:
+        """Equal on two ranks exactly when they run the same steps."""
+        return digest(self.part.pieces[0]) if self.staged is None else self.staged.digest()
+
+    @property
     def micro_batches(self) -> int:
         return micro_batches_of(self.plan)
 
@@ -91,6 +97,15 @@ class Program:
 def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, precision: str, device: torch.device) -> Program:
     """Raises `RunError` with the first difference if the plan is of another model, batch, optimizer, precision or rank count."""
     _check_ranks(plan, wire, device)
+    check_settings(plan, optimizer, precision)
+    program = lowered_program(plan, graph_of(plan, model, wire), wire.rank)
+    if wire.world > 1:
+        Ranks(Mesh({"rank": wire.world}), wire.rank, wire.group).agree(program.digest, wire.device)
+    return program
+
+
+def check_settings(plan: Plan, optimizer: Optimizer, precision: str) -> None:
+    """Raises `RunError` if the plan was made for other settings."""
     if plan.precision != precision and not plan.precision.startswith("megatron"):
         raise RunError(
             f"the plan is for precision={plan.precision!r}, and the engine's is {precision!r}: give Engine(precision="
@@ -103,22 +118,16 @@ def program_of(plan: Plan, model: nn.Module, wire: Wire, optimizer: Optimizer, p
         )
     if optimizer.state != "fp32":
         raise RunError(f"AdamW(state={optimizer.state!r}) under a plan is not possible: plans are made for fp32 states")
-    graph = graph_of(plan, model, wire)
+
+
+def lowered_program(plan: Plan, graph: Graph, rank: int) -> Program:
+    """`rank`: among the ranks of all stages."""
     if stages_of(plan) == 1:
-        lowered = lower(plan, graph)
-        program = Program(plan=plan, parts=(Part(pieces=(lowered,)),), stage=0, rank=wire.rank)
-        mine = digest(lowered)
-    else:
-        staged = lower_stages(plan, graph)
-        parts = [tuple(each.lowered for each in staged.pieces[s :: staged.stages]) for s in range(staged.stages)]
-        stage, rank = divmod(wire.rank, plan.mesh.size)
-        program = Program(
-            plan=plan, parts=tuple(Part(pieces=each) for each in parts), stage=stage, rank=rank, staged=staged
-        )  # fmt: skip
-        mine = staged.digest()
-    if wire.world > 1:
-        Ranks(Mesh({"rank": wire.world}), wire.rank, wire.group).agree(mine, wire.device)
-    return program
+        return Program(plan=plan, parts=(Part(pieces=(lower(plan, graph),)),), stage=0, rank=rank)
+    staged = lower_stages(plan, graph)
+    parts = [tuple(each.lowered for each in staged.pieces[s :: staged.stages]) for s in range(staged.stages)]
+    stage, inside = divmod(rank, plan.mesh.size)
+    return Program(plan=plan, parts=tuple(Part(pieces=each) for each in parts), stage=stage, rank=inside, staged=staged)
 
 
 def stages_of(plan: Plan | None) -> int:

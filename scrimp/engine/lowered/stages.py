@@ -14,7 +14,7 @@ import torch
 
 from scrimp.chunks import Slot, Store
 from scrimp.engine.lowered.fault import operation
-from scrimp.engine.lowered.passes import MeteredRanks, PlannedPasses
+from scrimp.engine.lowered.passes import MeteredRanks, MeteredSteps, PlannedPasses, Stepping
 from scrimp.engine.lowered.program import Program
 from scrimp.engine.lowered.weights import EngineWeights
 from scrimp.engine.step.batch import to_device
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from scrimp.chunks import Wire
-    from scrimp.engine._training import Training
 
 
 class StageWeights(EngineWeights):
@@ -113,7 +112,7 @@ class StagedPasses(PlannedPasses):
         super().__init__(program, weights, model, wire)
         assert program.staged is not None
         self._peers = peers
-        self._pipeline = Pipeline(program.staged, program.stage, self.comm, weights, peers, Generated)
+        self._pipeline = Pipeline(program.staged, program.stage, self.comm, weights, peers, MeteredSteps)
         self._written = program.staged.written()
         self.retries, self.trains = False, bool(program.part.partials)
         self.by_hand = (
@@ -123,7 +122,7 @@ class StagedPasses(PlannedPasses):
         )
 
     def parts(
-        self, engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+        self, engine: Stepping, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
     ) -> list[Callable[[], torch.Tensor]]:
         """One pass, which returns the mean loss of the global batch."""
         given = self.tensors(args, kwargs)
@@ -136,12 +135,16 @@ class StagedPasses(PlannedPasses):
         _, here = to_device((), given, engine.device, engine.input_dtype)
         return [partial(self._pass, engine, here)]
 
+    @property
+    def runners(self) -> list[Generated]:
+        return [runner for runner in self._pipeline.runners.values() if isinstance(runner, Generated)]
+
     def where(self, error: BaseException) -> str | None:
-        found = (runner.where(error) for runner in self._pipeline.runners.values() if isinstance(runner, Generated))
+        found = (runner.where(error) for runner in self.runners)
         where = operation(error, self._paths) or next((each for each in found if each is not None), None)
         return f"pipeline stage {self.program.stage}, {where or self._residents.place()}"
 
-    def _pass(self, engine: Training, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _pass(self, engine: Stepping, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         engine.current.part_arrived = set()
         engine.current.last_part = False  # no update starts before weights on several stages have their sums
         self._pipeline.seed = hash((self._seed, engine.steps))

@@ -249,9 +249,10 @@ class EngineWeights:
         self._buffers[name].copy_(new)
 
     def offload(self, tensor: torch.Tensor) -> torch.Tensor:
-        streams, dense = self._data.copy_streams, torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+        streams = self._data.copy_streams
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         flat = on_host(self._data, self.residents.meter, tensor, "activations that the plan offloads")
-        order = tensor.stride() if dense.untyped_storage().nbytes() == tensor.nbytes else tensor.contiguous().stride()
+        order = tensor.stride() if span == tensor.numel() else tensor.contiguous().stride()
         there = flat.as_strided(tensor.shape, order)
         streams.wait(streams.down(there, tensor))  # the plan counts its bytes no longer
         self._data.traffic.down_nbytes += tensor.nbytes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from scrimp.chunks import Event, Meter, Store, arena
+from scrimp.chunks import Event, Meter, Store, Unseen, arena
 from scrimp.engine.step.abandon import StepAgain
 from scrimp.engine.step.buffers import Copy
 from scrimp.errors import FitError
@@ -130,7 +130,11 @@ def on_host(store: Store, meter: Meter, leaf: torch.Tensor, what: str) -> torch.
             f"{format_nbytes(room)} there ({words}). Use a smaller batch, more micro_batches, or a larger Memory(host=...)",
             tier="host",
         )
-    if store.copy_streams.overlapped:
+    if leaf.is_meta:  # a rehearsal has no memory on the host either
+        with Unseen():
+            there = torch.empty(leaf.numel(), dtype=leaf.dtype, device="meta")
+        meter.ignore(there)
+    elif store.copy_streams.overlapped:
         there = torch.empty(leaf.numel(), dtype=leaf.dtype, pin_memory=True)
     else:
         there = arena(leaf.numel(), leaf.dtype)

@@ -15,21 +15,21 @@ from math import prod
 import torch
 
 from scrimp.layout import Layout, Mesh
-from scrimp.lower.moves import Communicator, Handle, Start, at_once, local_shape
+from scrimp.lower.moves import Communicator, Handle, Start, at_once, local_shape, native_on
 from scrimp.lower.weights.rest import Rest
 from scrimp.move import synthesize
 
 
 def gathered_together(comm: Communicator, shares: Sequence[torch.Tensor], of: Sequence[Rest]) -> list[torch.Tensor]:
     """Tiles as operators use them, from their shares over the same axes."""
-    return gathering_together(comm.mesh, shares, of, at_once(comm))()
+    return gathering_together(comm, shares, of, at_once(comm))()
 
 
 def gathering_together(
-    mesh: Mesh, shares: Sequence[torch.Tensor], of: Sequence[Rest], start: Start
+    comm: Communicator, shares: Sequence[torch.Tensor], of: Sequence[Rest], start: Start
 ) -> Callable[[], list[torch.Tensor]]:
     """Starts such a gather. Returns what waits for the tiles."""
-    arriving = sharing_together(mesh, shares, of[0].weight, (), start)
+    arriving, mesh = sharing_together(comm, shares, of[0].weight, (), start), comm.mesh
 
     def finish() -> list[torch.Tensor]:
         return [
@@ -45,17 +45,17 @@ def shared_together(
 ) -> Iterable[torch.Tensor]:
     """Flat shares of several tiles over the axes `before`, as shares over the axes `after`, which come first among them. Each is
     a matrix with a row for each share, a view of the one array in which all of them arrive."""
-    return sharing_together(comm.mesh, shares, before, after, at_once(comm))()
+    return sharing_together(comm, shares, before, after, at_once(comm))()
 
 
 def sharing_together(
-    mesh: Mesh, shares: Sequence[torch.Tensor], before: tuple[str, ...], after: tuple[str, ...], start: Start
+    comm: Communicator, shares: Sequence[torch.Tensor], before: tuple[str, ...], after: tuple[str, ...], start: Start
 ) -> Callable[[], Iterable[torch.Tensor]]:
     """Starts such a move."""
     assert before[: len(after)] == after, (before, after)
-    gone, flats = before[len(after) :], [share.view(-1) for share in shares]
+    mesh, gone, flats = comm.mesh, before[len(after) :], [share.view(-1) for share in shares]
     members, sizes = prod(map(mesh.axis_size, gone)), [flat.numel() for flat in flats]
-    if flats[0].is_cuda:
+    if native_on(comm, flats[0]):
         handle = _moving(mesh, torch.cat(flats), (gone, ()), ((), ()), start)
     else:  # gloo's fastest collective is the all-to-all: a copy for each member goes there
         handle = _spreading(mesh, torch.cat(flats * members), gone, start)

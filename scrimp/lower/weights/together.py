@@ -123,7 +123,7 @@ class Together:
             tile = gathering(self.comm.mesh, self._share(name), self.rest[name], self.rest[name].weight, start)
             return lambda: {number: tile()}
         names = [self.buckets.names[of][each] for each in numbers]
-        tiles = gathering_together(self.comm.mesh, [*map(self._share, names)], [self.rest[each] for each in names], start)
+        tiles = gathering_together(self.comm, [*map(self._share, names)], [self.rest[each] for each in names], start)
         return lambda: dict(zip(numbers, tiles(), strict=True))
 
     # Sums.

@@ -12,7 +12,7 @@ from scrimp.layout import Layout, Mesh
 from scrimp.move.plan.atoms import Atoms
 from scrimp.move.plan.space import Op, Path
 from scrimp.move.plan.tiles import missing_numel, sources, tiles
-from scrimp.move.program import FLAT, Step
+from scrimp.move.program import FLAT, Program, Step
 
 Call = tuple[str, int, tuple[str, ...]]  # kind, dim, axes
 
@@ -140,6 +140,16 @@ def priced(
 def step_link(step: Step, cluster: Cluster) -> Link:
     """The slowest link that a step crosses."""
     return cluster.link(step.axes or _changed_axes(step))
+
+
+def seconds_on(program: Program, cluster: Cluster) -> float:
+    """What a program takes on a cluster that has the links of its mesh (`Cluster.on`)."""
+    found = 0.0
+    for step in program.steps:
+        if step.messages:
+            link = step_link(step, cluster)
+            found += step.messages * link.latency_seconds + step.received_numel * program.itemsize / link.bytes_per_second
+    return found
 
 
 def _traffic(step: Step, shape: tuple[int, ...], padded: tuple[int, ...], mesh: Mesh) -> tuple[int, int]:

@@ -7,12 +7,10 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from scrimp.errors import MoveError
 from scrimp.move.program import Program
 from scrimp.move.run.comm import Comm
-from scrimp.move.run.execute import overload
 
 SHAPE_SLOTS = 8
 COLLECTIVES = ("reduce_scatter", "all_gather")  # of the backend, if all parts are equal
@@ -48,7 +46,7 @@ def agree(comm: Comm, programs: Sequence[Program], locals_: Sequence[torch.Tenso
         return comm.agreed[key], int(key[:7], 16)
     shown = locals_[bad or 0]
     shape = [*shown.shape, *[-1] * SHAPE_SLOTS][:SHAPE_SLOTS]
-    load = max(overload(program, rank) for program in programs)
+    load = max(map(comm.overload, programs))
     words = [int(key[:15], 16), -1 if bad is None else bad, load, _DTYPES.index(str(shown.dtype)), shown.dim(), *shape]
     by_rank = compare(comm, words, shown.device, f"{programs[0]}{' and more' if len(programs) > 1 else ''}")
     for other, row in enumerate(by_rank):
@@ -68,10 +66,7 @@ def _has_parts(program: Program) -> bool:
 
 def compare(comm: Comm, words: list[int], device: torch.device, what: str) -> list[list[int]]:
     """The words of every mesh rank; an error on every rank unless the first word, a hash, is the same on all."""
-    mine = torch.tensor(words, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(mine) for _ in comm.ranks]
-    dist.all_gather(rows, mine, group=comm.group)
-    table = torch.stack(rows).tolist()
+    table = comm.every_row(words, device)
     by_rank = [table[peer] for peer in comm.peers]
     for other, row in enumerate(by_rank):
         if row[0] != words[0]:

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from scrimp.layout import Box
-from scrimp.move.plan.routes import Routes
+from scrimp.move.plan.routes import SMALL_NBYTES, Routes
 from scrimp.move.run.holder import Holder, are_in_order, contiguous, free, shape_of, view_of
 from scrimp.move.run.requests import AllToAll, Request
-
-SMALL_NBYTES = 1 << 12  # of all members: so few bytes are sent to all, in one call
 
 Order = Callable[[tuple[int, ...]], tuple[int, ...]]  # mesh ranks as their sub-group numbers them
 

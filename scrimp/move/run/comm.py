@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 from scrimp.errors import MoveError
 from scrimp.layout import Mesh
+from scrimp.move.program import Program
+from scrimp.move.run.execute import overload
+from scrimp.move.run.holder import free
 from scrimp.move.run.requests import AllReduce, AllToAll, Exchange, Gather, Part, ReduceScatter, Request
 from scrimp.move.run.torch_private import (
     Posted,
@@ -50,6 +53,20 @@ class Comm:
         self.agreed: dict[str, int] = {}  # programs that the ranks have compared, and the results
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._apart: Any = None  # the group for point-to-point parts on CUDA
+
+    def overload(self, program: Program) -> int:
+        """What this process says of a program when the ranks agree: of its own rank."""
+        return overload(program, self.rank)
+
+    def every_row(self, words: list[int], device: torch.device) -> list[list[int]]:
+        """The words of every rank of the group."""
+        mine = torch.tensor(words, dtype=torch.int64, device=device)
+        rows = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(rows, mine, group=self.group)
+        table: list[list[int]] = torch.stack(rows).tolist()
+        for each in (mine, *rows):
+            free(each)  # the backend's thread may hold them longer
+        return table
 
     def post(self, requests: Sequence[Request], tag: int = 0, *, ahead: bool = False) -> list[Finish]:
         """Posts concurrent requests, each kind and group in one call; they are served when all that it returns has been called.
@@ -199,7 +216,12 @@ class Comm:
 
 
 def comm_for(mesh: Mesh, group: Any) -> Comm | None:
-    """The communicator for a mesh on a group, a DeviceMesh of its shape, or the default group; None for one device."""
+    """The communicator for a mesh on a group, a DeviceMesh of its shape, or the default group; None for one device. A
+    communicator may be given itself."""
+    if isinstance(group, Comm):
+        if len(group.ranks) != mesh.size:
+            raise MoveError(f"the mesh {mesh} has {mesh.size} devices, the communicator has {len(group.ranks)} ranks")
+        return group if mesh.size > 1 else None
     is_mesh = hasattr(group, "mesh_dim_names")  # a DeviceMesh, recognised by attributes so that its module is not loaded
     if is_mesh:
         shape, sizes = tuple(group.mesh.shape), tuple(size for _, size in mesh.axes)

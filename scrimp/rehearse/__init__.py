@@ -1,0 +1,36 @@
+"""Rehearsals: one rank of a plan runs its real program here, without the other ranks.
+
+In:   a `Plan`, its model and batch, and a rank.
+Out:  a `Rehearsal`: memory over the points of a step by kind, the peak with what is alive there, and seconds.
+
+Read in this order:
+
+    rehearse.py      `rehearse`, `rehearse_all`
+    classes.py       ranks that take the same bytes
+    communicator.py  the ranks and stages that do not answer; predicted seconds of moves
+    meter.py         counts storages on meta, the CPU or a GPU
+    result.py        `Rehearsal`, as data, text and JSON
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scrimp._lazy import lazily
+
+if TYPE_CHECKING:
+    from scrimp.rehearse.rehearse import rehearse, rehearse_all
+    from scrimp.rehearse.result import AliveTensor, Rehearsal, RehearsedPeak
+
+__all__ = ["AliveTensor", "Rehearsal", "RehearsedPeak", "rehearse", "rehearse_all"]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "rehearse": "scrimp.rehearse.rehearse",
+        "rehearse_all": "scrimp.rehearse.rehearse",
+        "AliveTensor": "scrimp.rehearse.result",
+        "RehearsedPeak": "scrimp.rehearse.result",
+        "Rehearsal": "scrimp.rehearse.result",
+    },
+)

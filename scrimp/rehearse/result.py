@@ -1,0 +1,113 @@
+"""What a rehearsal finds: memory over the points of a step by kind, the peak with what is alive there, and seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from scrimp.errors import ScrimpError, check_format
+from scrimp.ledger import format_nbytes
+
+FORMAT, VERSION = "scrimp.rehearsal", 1
+SHOWN = 8  # tensors in the summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class AliveTensor:
+    """A tensor that is alive at the peak. `made_at`: the point in which it was made."""
+
+    nbytes: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    made_at: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedPeak:
+    """`point`: the number of the point with the most bytes, `where`: its name. `alive`: the tensors besides model data, batch and
+    what the operation itself takes, the largest first."""
+
+    nbytes: int
+    point: int
+    where: str
+    kinds: Mapping[str, int]
+    alive: tuple[AliveTensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """A step of one rank. `points` are the steps of its program in order. `kinds`: the bytes of each kind by point, at the
+    instant within the point at which most is live. `on`: where it ran. `planned_nbytes`: the peak that the plan predicts.
+    `compute_seconds`: measured, None on meta. `communication_seconds`: of all moves, by the plan's cluster model.
+    `overlap_seconds`: the part of communication during which operators run. `step_seconds`: what a step is expected to take.
+    `device_peak_nbytes`: of the CUDA allocator. `ranks`: all ranks with this program and these sizes, where that was asked."""
+
+    rank: int
+    stage: int
+    on: str
+    points: tuple[str, ...]
+    kinds: Mapping[str, tuple[int, ...]]
+    peak: RehearsedPeak
+    planned_nbytes: int
+    compute_seconds: float | None
+    communication_seconds: float
+    overlap_seconds: float
+    step_seconds: float
+    device_peak_nbytes: int | None = None
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Bytes by point."""
+        return tuple(map(sum, zip(*self.kinds.values(), strict=True)))
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Rehearsal:
+        """Raises `ScrimpError` if the text is no rehearsal."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ScrimpError(f"the text is not JSON: {error}") from error
+        check_format(data, FORMAT, VERSION, ScrimpError)
+        try:
+            del data["format"], data["version"]
+            peak = data.pop("peak")
+            alive = tuple(AliveTensor(**{**each, "shape": tuple(each["shape"])}) for each in peak.pop("alive"))
+            return cls(
+                **{
+                    **data,
+                    "points": tuple(data["points"]),
+                    "kinds": {kind: tuple(row) for kind, row in data["kinds"].items()},
+                    "ranks": tuple(data["ranks"]),
+                },
+                peak=RehearsedPeak(**peak, alive=alive),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ScrimpError(f"the text is not a rehearsal of `to_json`: {type(error).__name__} {error}") from error
+
+    def summary(self) -> str:
+        peak = self.peak
+        who = f"rank {self.rank}" + (f", pipeline stage {self.stage}" if self.stage else "")
+        more = len(self.ranks) - 1
+        lines = [
+            f"{who}{f' and {more} like it' if more > 0 else ''}, rehearsed on {self.on}, {len(self.points)} points",
+            f"peak      {format_nbytes(peak.nbytes)}, {peak.nbytes / max(self.planned_nbytes, 1):.4f} of the plan's, "
+            f"at {peak.where}",
+            *(f"  {kind:<12}{format_nbytes(nbytes):>12}" for kind, nbytes in peak.kinds.items() if nbytes),
+        ]
+        for each in peak.alive[:SHOWN]:
+            shape = " x ".join(map(str, each.shape)) or "one number"
+            lines.append(f"  alive     {format_nbytes(each.nbytes):>12}  {each.kind}, {shape} {each.dtype}, of {each.made_at}")
+        if len(peak.alive) > SHOWN:
+            rest = sum(each.nbytes for each in peak.alive[SHOWN:])
+            lines.append(f"  alive     {format_nbytes(rest):>12}  in {len(peak.alive) - SHOWN} more tensors")
+        measured = "not measured" if self.compute_seconds is None else f"{self.compute_seconds:.4g} s measured"
+        lines.append(f"compute   {measured}; communication {self.communication_seconds:.4g} s predicted")
+        lines.append(f"step      {self.step_seconds:.4g} s expected")
+        return "\n".join(lines)
