@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from scrimp.move import synthesize as synthesize
     from scrimp.planner import Plan as Plan
     from scrimp.planner import plan as plan
-    from scrimp.rehearse import Rehearsal as Rehearsal
-    from scrimp.rehearse import rehearse as rehearse
+    from scrimp.rehearsal import Rehearsal as Rehearsal
+    from scrimp.rehearsal import rehearse as rehearse
 
 __version__ = "0.1.0.dev0"
 
@@ -62,7 +62,7 @@ _HOME = {
     "PlanWarning": "scrimp.errors",
     "Program": "scrimp.move",
     "Progress": "scrimp.engine",
-    "Rehearsal": "scrimp.rehearse",
+    "Rehearsal": "scrimp.rehearsal",
     "RunError": "scrimp.errors",
     "SGD": "scrimp.chunks",
     "ScrimpError": "scrimp.errors",
@@ -72,7 +72,7 @@ _HOME = {
     "redistribute": "scrimp.ext.dtensor",
     "plan": "scrimp.planner",
     "redistribute_many": "scrimp.move",
-    "rehearse": "scrimp.rehearse",
+    "rehearse": "scrimp.rehearsal",
     "synthesize": "scrimp.move",
 }
 
