@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE =
 # So many files of tests run at a time, each with ranks of its own: one more than there are cores, because some only wait.
 JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 16 ? cores + 1 : 16)))
 
-.PHONY: help demo test test-full test-run test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-lowered bench-run bench-convergence contenders performance release check-release docs clean
+.PHONY: help demo test test-full test-run test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-rehearse bench-lowered bench-run bench-convergence contenders performance release check-release docs clean
 
 help:
 	@echo "make demo        training within a memory budget, killed and resumed, on this machine, in a minute"
@@ -38,6 +38,7 @@ help:
 	@echo "make bench-memory  peak memory of gradient exchanges and of whole steps, against DDP and DGC's layout (a few minutes)"
 	@echo "make bench-solver  solve times and optimality gaps of the planner's integer program (a few minutes)"
 	@echo "make bench-plan  plans against Megatron-LM, data parallelism and ZeRO in one memory model (a few minutes)"
+	@echo "make bench-rehearse  plan large models for up to 10,240 devices and rehearse a rank of each (a few minutes)"
 	@echo "make bench-lowered  a rank of a plan on one GPU against a block written by hand, and against the plan's bytes (a minute)"
 	@echo "make bench-run  a planned step against DTensor and FSDP2, and the time until the first one, on 8 gloo ranks (a few minutes)"
 	@echo "make bench-move  moves against DTensor and XLA, in one run (about 10 minutes)"
@@ -94,6 +95,9 @@ bench-network: $(READY)
 bench-plan: $(READY)
 	$(BIN)/python -m bench.plan
 	$(BIN)/python -m bench.plan.speed
+
+bench-rehearse: $(READY)
+	$(BIN)/python -m bench.rehearse
 
 bench-lowered: $(READY)
 	$(BIN)/python -m bench.lowered

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from scrimp.move import synthesize as synthesize
     from scrimp.planner import Plan as Plan
     from scrimp.planner import plan as plan
-    from scrimp.rehearse import Rehearsal as Rehearsal
-    from scrimp.rehearse import rehearse as rehearse
+    from scrimp.rehearsal import Rehearsal as Rehearsal
+    from scrimp.rehearsal import rehearse as rehearse
     from scrimp.report import read_metrics as read_metrics
 
 
@@ -63,7 +63,7 @@ _HOME = {
     "PlanWarning": "scrimp.errors",
     "Program": "scrimp.move",
     "Progress": "scrimp.engine",
-    "Rehearsal": "scrimp.rehearse",
+    "Rehearsal": "scrimp.rehearsal",
     "RunError": "scrimp.errors",
     "SGD": "scrimp.chunks",
     "ScrimpError": "scrimp.errors",
@@ -73,7 +73,7 @@ _HOME = {
     "redistribute": "scrimp.ext.dtensor",
     "plan": "scrimp.planner",
     "redistribute_many": "scrimp.move",
-    "rehearse": "scrimp.rehearse",
+    "rehearse": "scrimp.rehearsal",
     "synthesize": "scrimp.move",
 }
 

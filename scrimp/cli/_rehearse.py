@@ -16,7 +16,7 @@ from scrimp.cli.render.table import print_table, print_words
 from scrimp.errors import ScrimpError
 from scrimp.ledger import format_nbytes
 from scrimp.planner import Plan
-from scrimp.rehearse import Rehearsal, rehearse, rehearse_all
+from scrimp.rehearsal import Rehearsal, rehearse, rehearse_all
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,7 +5,7 @@ Out:  a `Rehearsal`: memory over the points of a step by kind, the peak with wha
 
 Read in this order:
 
-    rehearse.py      `rehearse`, `rehearse_all`
+    run.py           `rehearse`, `rehearse_all`
     classes.py       ranks that take the same bytes
     communicator.py  the ranks and stages that do not answer; predicted seconds of moves
     meter.py         counts storages on meta, the CPU or a GPU
@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
-    from scrimp.rehearse.rehearse import rehearse, rehearse_all
-    from scrimp.rehearse.result import AliveTensor, Rehearsal, RehearsedPeak
+    from scrimp.rehearsal.result import AliveTensor, Rehearsal, RehearsedPeak
+    from scrimp.rehearsal.run import rehearse, rehearse_all
 
 __all__ = ["AliveTensor", "Rehearsal", "RehearsedPeak", "rehearse", "rehearse_all"]
 
 __getattr__ = lazily(
     __name__,
     {
-        "rehearse": "scrimp.rehearse.rehearse",
-        "rehearse_all": "scrimp.rehearse.rehearse",
-        "AliveTensor": "scrimp.rehearse.result",
-        "RehearsedPeak": "scrimp.rehearse.result",
-        "Rehearsal": "scrimp.rehearse.result",
+        "rehearse": "scrimp.rehearsal.run",
+        "rehearse_all": "scrimp.rehearsal.run",
+        "AliveTensor": "scrimp.rehearsal.result",
+        "RehearsedPeak": "scrimp.rehearsal.result",
+        "Rehearsal": "scrimp.rehearsal.result",
     },
 )

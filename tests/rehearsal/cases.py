@@ -14,7 +14,7 @@ from torch import nn
 from scrimp import Plan, rehearse
 from scrimp.engine import Timeline
 from scrimp.ext.ranks import pool
-from scrimp.rehearse import Rehearsal
+from scrimp.rehearsal import Rehearsal
 from tests.engine.lowered.test_planned_pipelines import ranks_of
 from tests.rank_jobs.planned import timeline as jobs
 from tests.rank_jobs.planned_engine import model_of

@@ -17,10 +17,10 @@ from scrimp.engine import LoneRank, Recorder, Timeline, available_host_nbytes, s
 from scrimp.errors import FitError, RunError
 from scrimp.ledger import Books, Ledger, format_nbytes
 from scrimp.planner import Plan
-from scrimp.rehearse.classes import classes
-from scrimp.rehearse.communicator import StubPeers, StubRanks
-from scrimp.rehearse.meter import StorageMeter
-from scrimp.rehearse.result import AliveTensor, Rehearsal, RehearsedPeak
+from scrimp.rehearsal.classes import classes
+from scrimp.rehearsal.communicator import StubPeers, StubRanks
+from scrimp.rehearsal.meter import StorageMeter
+from scrimp.rehearsal.result import AliveTensor, Rehearsal, RehearsedPeak
 
 DEVICES = ("meta", "cpu", "cuda")
 CPU = "CPU"  # the kind of a cluster of processes, which exchange over gloo

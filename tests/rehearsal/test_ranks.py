@@ -6,7 +6,7 @@ import pytest
 
 from scrimp import Mesh
 from tests.engine.lowered import test_planned_pipelines as pipelines
-from tests.rehearse.cases import differences, staged_differences
+from tests.rehearsal.cases import differences, staged_differences
 from tests.run.cases import Case, sample
 from tests.run.plans import plan_of
 

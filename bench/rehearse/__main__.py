@@ -1,0 +1,5 @@
+"""`python -m bench.rehearse`."""
+
+from bench.rehearse.command import main
+
+main()
