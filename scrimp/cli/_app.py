@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from scrimp import __version__
 from scrimp.cli._end import UsageError, ending, typed
 from scrimp.cli.rules.app import app as rules_app
-from scrimp.cli.runs import commands as runs
+from scrimp.cli.runs.commands import compare, report
 from scrimp.errors import ScrimpError
 
 COLUMNS = 80  # where there is no terminal
@@ -42,8 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(rules_app)
-app.command()(runs.report)
-app.command()(runs.compare)
+app.command()(report)
+app.command()(compare)
 
 
 def console(*, stderr: bool = False) -> Any:

@@ -1,7 +1,8 @@
 """Timelines as figures: measured and predicted bytes on one axis.
 
-The axis is the number of the schedule step; the points of a schedule step divide it evenly. A prediction that names no schedule
-steps, as that of a rehearsal, is stretched over the same length.
+The axis is the number of the schedule step; the points of a schedule step divide it evenly. A rehearsal names layers and phases
+("blocks.1, backward, aten.mm"). Where it runs as many of them as the measured step, each is stretched over its measured
+counterpart; otherwise the whole rehearsal is stretched over the whole step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from scrimp.errors import RunError
 
+PHASES = ("forward", "backward")
 MOST_POINTS = 6000  # of a timeline in a report
 
 
@@ -88,7 +90,7 @@ def predicted(trace: Mapping[str, Any] | None, rehearsal: Mapping[str, Any] | No
         places = (
             _spread([int(step) for step in known if step is not None])
             if count and None not in known
-            else tuple(k * steps / max(count, 1) for k in range(count))
+            else _aligned(rehearsal["points"], trace) or tuple(k * steps / max(count, 1) for k in range(count))
         )
         labels = tuple(map(_point_label, rehearsal["points"]))
         return thinned(Curve(places=places, labels=labels, kinds={k: tuple(v) for k, v in rehearsal["kinds"].items()}))
@@ -138,6 +140,30 @@ def _spread(steps: Sequence[int]) -> tuple[float, ...]:
         places.append(step + seen.get(step, 0) / counts[step])
         seen[step] = seen.get(step, 0) + 1
     return tuple(places)
+
+
+def _aligned(points: Sequence[Any], trace: Mapping[str, Any] | None) -> tuple[float, ...] | None:
+    """Places of a rehearsal's points, phase by phase and layer by layer; None if the measured step has others."""
+    if trace is None:
+        return None
+    data = trace["measured"]
+    real = [(step, data["phases"][phase]) for step, phase, *_ in data["points"]]
+    starts = [k for k in range(len(real)) if k == 0 or real[k] != real[k - 1]]
+    runs: list[tuple[str, str, list[int]]] = []
+    for k, point in enumerate(points):
+        layer, phase = (*_point_label(point).removeprefix("before ").split(", "), "")[:2]
+        if runs and (phase not in PHASES or runs[-1][:2] == (phase, layer)):
+            runs[-1][2].append(k)  # what comes after the last backward belongs to it
+        else:
+            runs.append((phase, layer, [k]))
+    if [phase for phase, _, _ in runs] != [real[k][1] for k in starts]:
+        return None
+    places = _spread([step for step, _ in real])
+    ends = [*(places[k] for k in starts[1:]), float(len(data["schedule_steps"]))]
+    found = []
+    for start, end, (_, _, members) in zip((places[k] for k in starts), ends, runs, strict=True):
+        found += [start + (end - start) * k / len(members) for k in range(len(members))]
+    return tuple(found)
 
 
 def _step_label(stage: Mapping[str, Any], layers: Sequence[str]) -> str:

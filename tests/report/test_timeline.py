@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,6 +100,27 @@ def test_a_rehearsal_is_stretched_over_the_run() -> None:
     alone = predicted(None, rehearsal(8), [])
     assert alone is not None
     assert alone.places == tuple(map(float, range(8)))
+
+
+def test_a_rehearsal_of_the_same_layers_is_aligned_layer_by_layer() -> None:
+    """The measured step runs a forward of two points and a backward of one; the rehearsal has other numbers of points."""
+    trace = trace_of([[10, 20], [30]], [20, 30])
+    trace["measured"]["phases"] = ["forward", "backward"]
+    trace["measured"]["points"][2][1] = 1
+    names = [
+        "before a, forward",
+        "a, forward, aten.mm",
+        "a, forward, aten.add",
+        "a, backward, aten.mm",
+        "after backward",
+        "update",
+    ]
+    found = predicted(trace, {**rehearsal(6), "points": names}, ["a"])
+    assert found is not None
+    assert found.places == pytest.approx([0, 1 / 3, 2 / 3, 1, 4 / 3, 5 / 3])
+    other = predicted(trace, {**rehearsal(6), "points": [*names[:3], "b, forward", *names[4:]]}, ["a"])
+    assert other is not None
+    assert other.places == pytest.approx([k / 3 for k in range(6)])
 
 
 def test_points_of_a_rehearsal_may_be_objects_with_schedule_steps() -> None:

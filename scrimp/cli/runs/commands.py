@@ -30,7 +30,7 @@ def report(
     against the bound, exchange, loss, machine and versions.
 
     Examples
-      scrimp plan gpt-tiny --cluster 2xCPU --mesh x=2 --time-limit 2 --out plan.json
+      scrimp plan gpt-tiny --cluster 2xCPU --mesh x=2 --out plan.json
       scrimp report plan.json -o plan.html
     """
     from scrimp.cli.runs import work
@@ -48,8 +48,8 @@ def compare(
     """Show several runs or plans side by side, as a table and as one HTML file.
 
     Examples
-      scrimp plan gpt-tiny --cluster 2xCPU --mesh x=2 --time-limit 2 --out a.json
-      scrimp plan gpt-tiny --cluster 2xCPU --mesh x=2 --keep --time-limit 2 --out b.json
+      scrimp plan gpt-tiny --cluster 2xCPU --mesh x=2 --out a.json
+      scrimp plan gpt-tiny --cluster 2xCPU --mesh x=2 --keep --out b.json
       scrimp compare a.json b.json -o compare.html
     """
     from scrimp.cli._app import console

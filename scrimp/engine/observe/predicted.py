@@ -1,8 +1,8 @@
 """The memory that an engine's schedule predicts for each schedule step of a training step.
 
-At a schedule step the device holds what is at rest there (placements on the device, buffers), the weights of layers that the
-schedule keeps resident, and what the tracing step had besides weights at most. Gradients overwrite weights, so they need no
-term of their own.
+At a schedule step the device holds what is at rest there (placements on the device, buffers, staging of updates), the weights of
+layers that the schedule keeps resident, and what the tracing step had besides weights at most. Gradients overwrite weights, so
+they need no term of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scrimp.ledger import Timeline
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
 
-METERED, PACKETS = "all but model data", "packets of the exchange"
+METERED, PACKETS, STAGING = "all but model data", "packets of the exchange", "staging"
 AT_REST = ("gradients", "optimizer", "residual", "buffers", "padding")
 
 
@@ -29,7 +29,9 @@ def predicted_step(engine: Training, recorded: Timeline) -> dict[str, Any] | Non
         return None
     resting = now["parameters"] - sum(store.nbytes(k) for k, there in enumerate(store.resident) if there)
     residents = [*residents_of(store, plan.choice.schedule, plan.trace)]
-    kinds = {kind: [now[kind]] * len(residents) for kind in AT_REST if now[kind]}
+    own = sum(size for kind, size in now.items() if kind not in (*AT_REST, "parameters")) - engine.meter.live_nbytes
+    resting_kinds = {**{kind: now[kind] for kind in AT_REST}, STAGING: max(own, 0)}
+    kinds = {kind: [size] * len(residents) for kind, size in resting_kinds.items() if size}
     return {
         "schedule_steps": [
             {"phase": stage.phase, "layers": [*stage.layers], "resident": sorted(resident)}

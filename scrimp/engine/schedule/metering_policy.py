@@ -2,7 +2,8 @@
 
 After several steps in a row that follow one schedule and take no more memory than the first of them at any schedule step, only
 one step in sixteen is metered. All are metered again once one of them takes more. If somebody resets the ledger's peak, the next
-step is metered. A metered step is recorded: `recorded` is the last one that was completed.
+step is metered. A metered step is recorded: `recorded` is the last one that was completed. A step after an unmetered
+one is not, because the meter does not know what that one left on the device, such as the packets of a sparse exchange.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class MeteringPolicy:
         self._meter, self._ledger = meter, ledger
         self.metering = True
         self._recorded: Recording | None = None
+        self._complete = True  # the last step was metered too
 
     @property
     def recorded(self) -> Timeline | None:
@@ -63,6 +65,8 @@ class MeteringPolicy:
             or seen.since >= EVERY - 1
             or self._ledger.peak_nbytes < seen.peak_nbytes
         )
+        if not self.metering:
+            self._complete = False
         return self._metered(number) if self.metering else nullcontext()
 
     @contextmanager
@@ -73,7 +77,8 @@ class MeteringPolicy:
                 yield
         finally:
             self._ledger.recording = None
-        self._recorded = recording
+        self._recorded = recording if self._complete else self._recorded
+        self._complete = True
 
     def learn(self, plan: Planned, schedule_steps: list[ScheduleStep], *, traced: bool) -> bool:
         """After a step: returns whether it was traced with the meter on, so that its trace is valid."""
