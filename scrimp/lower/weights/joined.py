@@ -28,7 +28,7 @@ def gathered_together(comm: Communicator, shares: Sequence[torch.Tensor], of: Se
 def gathering_together(
     mesh: Mesh, shares: Sequence[torch.Tensor], of: Sequence[Rest], start: Start
 ) -> Callable[[], list[torch.Tensor]]:
-    """Starts such a gather. Returns what waits for the tiles."""
+    """Starts such a gather. Returns a function that waits for the tiles."""
     arriving = sharing_together(mesh, shares, of[0].weight, (), start)
 
     def finish() -> list[torch.Tensor]:
