@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,8 @@ def main(given: list[str] | None = None) -> None:
     parts = {}
     for way in arguments.part or CONTENDERS:
         plan = planned(way, shape, arguments.batch, arguments.ranks)
-        job = (plan, CONTENDERS[way], shape, arguments.batch)
-        found = (
-            over_links(arguments.ranks, arguments.mbit, *job, **rest) if arguments.mbit else here(arguments.ranks, *job, **rest)
-        )
+        run = partial(over_links, mbit=arguments.mbit) if arguments.mbit else here
+        found = run(arguments.ranks, plan, CONTENDERS[way], shape, arguments.batch, **rest)
         parts[way] = summary(found, CONTENDERS[way])
     settings = {key: value for key, value in vars(arguments).items() if key != "json"}
     facts = machine()
