@@ -1,14 +1,15 @@
 """A planned training step against PyTorch's own parallelism for the same strategy, on 8 gloo ranks of this machine.
 
     python -m bench.run [--dim 256] [--heads 8] [--layers 4] [--vocab 2048] [--seq 64] [--batch 8] [--ranks 8]
-                        [--warm-up 8] [--rounds 40] [--part tp] [--part zero-3] [--quick] [--json FILE]
+                        [--warm-up 8] [--rounds 40] [--part tp] [--part zero-3] [--mbit 1000] [--quick] [--json FILE]
 
     tp        Megatron's tensor parallelism over all ranks, against DTensor (`parallelize_module`)
     zero-3    data parallelism with everything sharded, against FSDP2 (`fully_shard` of each block and of the root)
 
 Both ways train the same model in fp32 by SGD with momentum, on the same ranks and on the same global batch, in turns. A step is
-forward, backward and update, between barriers. The ratio is the median over rounds of the ratio within a round. Ends with 1 if
-the two ways differ in a loss; times are figures of this machine and fail nothing.
+forward, backward and update, between barriers. With `--mbit` each rank is in a network namespace of its own, with a link of so
+many Mbit/s each way (Linux, root): it shows what communication beside operators saves. The ratio is the median over rounds of the
+ratio within a round. Ends with 1 if the two ways differ in a loss; times are figures of this machine and fail nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.machine import machine
+from bench.network.netns import missing, network
+from bench.network.netns_ranks import run_ranks
 from bench.run.ways import DTENSOR, FSDP, MODEL, SCRIMP
 from scrimp import zoo
 from scrimp.ext.ranks import RankPool
@@ -39,6 +44,22 @@ def planned(way: str, shape: dict[str, int], rows: int, ranks: int) -> str:
         warnings.simplefilter("ignore")
         cluster = f"{ranks}xCPU"
         return baseline_plan(model, batch, cluster, way, mesh=f"x={ranks}", precision="fp32", optimizer="sgd").to_json()
+
+
+def here(ranks: int, *job: Any, **rest: int) -> dict[str, Any]:
+    """What rank 0 measured, on the loopback."""
+    with RankPool(ranks, timeout_seconds=JOB_SECONDS) as pool:
+        found: dict[str, Any] = pool.run("bench.run.ways:in_turns", *job, **rest)[0]
+    return found
+
+
+def over_links(ranks: int, *job: Any, mbit: int, **rest: int) -> dict[str, Any]:
+    """The same, each rank behind a link of its own."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file, network(ranks=ranks, mbit=mbit) as net:
+        json.dump({"job": job, "rest": rest}, file)
+        file.flush()
+        found: dict[str, Any] = run_ranks(net, "bench.run.rank", [file.name], seconds=JOB_SECONDS)[0]
+    return found
 
 
 def summary(found: dict[str, Any], contender: str) -> dict[str, Any]:
@@ -81,19 +102,22 @@ def main(given: list[str] | None = None) -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--part", action="append", choices=[*CONTENDERS], help="only this one; may be given again")
+    parser.add_argument("--mbit", type=int, help="the speed of each rank's link; without it ranks use the loopback")
     parser.add_argument("--quick", action="store_true", help="a model that is too small to say anything about time")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(given)
     if arguments.quick:
         vars(arguments).update(QUICK)
     shape = {key: getattr(arguments, key) for key in ("dim", "heads", "layers", "vocab", "seq")}
+    if arguments.mbit and (why := missing()) is not None:
+        parser.error(f"--mbit {arguments.mbit}: {why}")
+    rest = {"warm_up": arguments.warm_up, "rounds": arguments.rounds}
     parts = {}
-    with RankPool(arguments.ranks, timeout_seconds=JOB_SECONDS) as ranks:
-        for way in arguments.part or CONTENDERS:
-            plan = planned(way, shape, arguments.batch, arguments.ranks)
-            rest = {"warm_up": arguments.warm_up, "rounds": arguments.rounds}
-            found = ranks.run("bench.run.ways:in_turns", plan, CONTENDERS[way], shape, arguments.batch, **rest)
-            parts[way] = summary(found[0], CONTENDERS[way])
+    for way in arguments.part or CONTENDERS:
+        plan = planned(way, shape, arguments.batch, arguments.ranks)
+        run = partial(over_links, mbit=arguments.mbit) if arguments.mbit else here
+        found = run(arguments.ranks, plan, CONTENDERS[way], shape, arguments.batch, **rest)
+        parts[way] = summary(found, CONTENDERS[way])
     settings = {key: value for key, value in vars(arguments).items() if key != "json"}
     facts = machine()
     print(", ".join(f"{key} {facts[key]}" for key in ("cpu", "cores", "load", "torch", "commit")))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.network.netns import missing
 from bench.run import command
 
 LOSSES = {"scrimp": [2.0, 1.0], "DTensor": [2.0, 1.0001]}
@@ -22,6 +23,15 @@ def test_the_ways_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     }
     assert all(part["largest_difference"] <= command.SAME for part in parts.values())
     assert "zero-3: the same first loss" in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.skipif(missing() is not None, reason="no network namespaces here")
+def test_the_ways_train_alike_over_links(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    command.main(["--quick", "--part", "zero-3", "--ranks", "2", "--mbit", "1000", "--json", str(path)])
+    (part,) = json.loads(path.read_text())["parts"].values()
+    assert part["largest_difference"] <= command.SAME
 
 
 def test_a_ratio_is_of_steps_in_the_same_round() -> None:

@@ -117,7 +117,10 @@ class EngineWeights:
         return self._together.gather(name)
 
     def _share(self, name: str) -> torch.Tensor:
-        return self._data.device_view(*self.places[name])
+        """Perhaps of a layer that does not run yet, and whose last update still does."""
+        layer, slot = self.places[name]
+        self._data.arrived(layer)
+        return self._data.device_view(layer, slot)
 
     def whole(self, name: str) -> torch.Tensor:
         """For a forward of the model itself: all of a weight, which every rank gathers."""

@@ -28,7 +28,7 @@ def gathered_together(comm: Communicator, shares: Sequence[torch.Tensor], of: Se
 def gathering_together(
     comm: Communicator, shares: Sequence[torch.Tensor], of: Sequence[Rest], start: Start
 ) -> Callable[[], list[torch.Tensor]]:
-    """Starts such a gather. Returns what waits for the tiles."""
+    """Starts such a gather. Returns a function that waits for the tiles."""
     arriving, mesh = sharing_together(comm, shares, of[0].weight, (), start), comm.mesh
 
     def finish() -> list[torch.Tensor]:

@@ -45,7 +45,7 @@ def gathered(comm: Communicator, share: torch.Tensor, each: Rest, over: tuple[st
 
 
 def gathering(mesh: Mesh, share: torch.Tensor, each: Rest, over: tuple[str, ...], start: Start) -> Callable[[], torch.Tensor]:
-    """Starts a gather. Returns what waits for the tile."""
+    """Starts a gather. Returns a function that waits for the tile."""
     handle: Handle = Arrived(share.view(1, -1))
     if over:
         program = synthesize(

@@ -32,7 +32,7 @@ class Summed(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """A reduction on its way: of which pass, until where, of which gradients, and what waits for them."""
+    """A reduction on its way: of which pass, until where, of which gradients, and a function that waits for them."""
 
     of: Pass
     until: Hook
