@@ -16,7 +16,7 @@ Read in this order:
     moves.py      communication: moves between placements
     footprint.py  the bytes that each step holds, and the room that is left below the peak
     weights/      rest.py: the shards of weights between steps; tiles.py: gathers and sums; buckets.py, joined.py: several of
-                  them in one move; shards.py: the model's data on a rank
+                  them in one move; in_flight.py: buckets for a stage of a pipeline; shards.py: the model's data on a rank
     run.py        a training step: forward and backward through all layers
     source.py     the steps of a layer as generated Python, which runs them
     interpret.py  runs them one by one: the oracle of the generated source
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from scrimp.lower.source import Generated
     from scrimp.lower.stages import Staged, lower_stages
     from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
+    from scrimp.lower.weights.in_flight import stage_buckets
     from scrimp.lower.weights.joined import Together, shared_together, summed_together
     from scrimp.lower.weights.rest import Rest
     from scrimp.lower.weights.shards import Shards
@@ -78,6 +79,7 @@ __all__ = [
     "redistribute",
     "shared",
     "shared_together",
+    "stage_buckets",
     "summed",
     "summed_together",
 ]  # fmt: skip
@@ -106,6 +108,7 @@ __getattr__ = lazily(
         "Buckets": "scrimp.lower.weights.buckets",
         "buckets_of": "scrimp.lower.weights.buckets",
         "chunks": "scrimp.lower.weights.buckets",
+        "stage_buckets": "scrimp.lower.weights.in_flight",
         "Together": "scrimp.lower.weights.joined",
         "shared_together": "scrimp.lower.weights.joined",
         "summed_together": "scrimp.lower.weights.joined",
