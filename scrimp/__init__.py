@@ -5,9 +5,11 @@ Names are resolved when first used, so that `import scrimp` loads neither torch 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from scrimp._lazy import lazily
+from scrimp._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from scrimp.chunks import SGD as SGD
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from scrimp.engine import Memory as Memory
     from scrimp.engine import Progress as Progress
     from scrimp.engine import chunked_cross_entropy as chunked_cross_entropy
-    from scrimp.engine import read_metrics as read_metrics
     from scrimp.errors import CaptureError as CaptureError
     from scrimp.errors import CheckpointError as CheckpointError
     from scrimp.errors import FitError as FitError
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from scrimp.move import synthesize as synthesize
     from scrimp.planner import Plan as Plan
     from scrimp.planner import plan as plan
+    from scrimp.report import read_metrics as read_metrics
 
-__version__ = "0.1.0.dev0"
 
 _HOME = {
     "AdamW": "scrimp.chunks",
@@ -65,7 +66,7 @@ _HOME = {
     "ScrimpError": "scrimp.errors",
     "Sparse": "scrimp.exchange",
     "chunked_cross_entropy": "scrimp.engine",
-    "read_metrics": "scrimp.engine",
+    "read_metrics": "scrimp.report",
     "redistribute": "scrimp.ext.dtensor",
     "plan": "scrimp.planner",
     "redistribute_many": "scrimp.move",
@@ -75,7 +76,12 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-__getattr__ = lazily(__name__, _HOME)
+_resolve = lazily(__name__, _HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name; or the package of reports, which users call as `scrimp.report.write`."""
+    return import_module("scrimp.report") if name == "report" else _resolve(name)
 
 
 def __dir__() -> list[str]:

@@ -30,6 +30,7 @@ def make(
     console: Console, *, model: str, cluster: str, mesh: str | None, memory: str | None, batch: int, seq: int, objective: str,
     optimizer: str, precision: str, keep: bool, stages: str, micro_batches: str, interleave: int, settings: list[str],
     time_limit: float, gap: float, out: Path | None, explain: list[str], what_if: list[str], baselines: bool = False,
+    report: Path | None = None,
 ) -> None:  # fmt: skip
     known = cluster_of(cluster)
     with typed():
@@ -59,6 +60,10 @@ def make(
     if out is not None:
         write(out, found.to_json())
         console.print(f"written to {out}", soft_wrap=True)
+    if report is not None:
+        with console.status("searching alternatives"):
+            found.report(report, time_limit=min(time_limit, 20.0))
+        console.print(f"written to {report}", soft_wrap=True)
     for name in explain:
         with console.status(f"searching the next best choice for {name}"):
             words = found.explain(name).text()

@@ -34,10 +34,11 @@ def refuse_old(**options: tuple[object, str]) -> None:
 def check(
     *, model: str, cluster: str, mesh: str | None, memory: str | None, batch: int | None, seq: int | None, objective: str,
     optimizer: str, precision: str, stages: str, micro_batches: str, interleave: int, settings: Sequence[str], time_limit: float,
-    gap: float, out: Path | None, explain: Sequence[str], what_if: Sequence[str],
+    gap: float, out: Path | None, explain: Sequence[str], what_if: Sequence[str], report: Path | None = None,
 ) -> None:  # fmt: skip
     """Raises `ScrimpError` for the first wrong argument."""
     check_writable("--out", out)
+    check_writable("--report", report)
     check_names(precision=precision, optimizer=optimizer, objective=objective, time_limit=time_limit, gap=gap)
     if not isfinite(time_limit):
         raise PlanError(f"--time-limit {time_limit}: give a finite number")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scrimp.cli._clusters import cluster_of
 from scrimp.cli._end import typed
 from scrimp.cli._files import check_writable, write
 from scrimp.cli.render.table import print_table
@@ -20,14 +22,23 @@ if TYPE_CHECKING:
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 
-def show(console: Console, *, device: str | None, disk: Path | None, json_file: Path | None) -> None:
+def show(
+    console: Console, *, device: str | None, disk: Path | None, operators: bool, cluster: str | None, json_file: Path | None
+) -> None:  # fmt: skip
     with typed():
         _check(device, disk, json_file)
-    cluster = Cluster.probe(device, disk)
-    assert cluster.machine is not None
-    print_table(console, ("", ""), [*cluster.machine.rows()], pieces="")
+        if cluster is not None and not operators:
+            raise ScrimpError("--cluster without --operators: it is the cluster that gets the measured operators; give both")
+        known = None if cluster is None else cluster_of(cluster)
+    measured = Cluster.probe(device, disk, operators=operators)
+    assert measured.machine is not None
+    print_table(console, ("", ""), [*measured.machine.rows()], pieces="")
+    if measured.operators is not None:
+        console.print()
+        print_table(console, ("operators", "dtype", "rate", "error"), [*measured.operators.rows()], right=("rate", "error"))
     if json_file is not None:
-        write(json_file, cluster.to_json() + "\n")
+        made = measured if known is None else replace(known, machine=measured.machine, operators=measured.operators)
+        write(json_file, made.to_json() + "\n")
 
 
 def _check(device: str | None, disk: Path | None, json_file: Path | None) -> None:

@@ -8,7 +8,7 @@ Out:  a `Cluster`: seconds of a transfer, seconds of an operator, meshes worth a
 Read in this order:
 
     _cluster.py    `Cluster`
-    _link.py, _hardware.py, _machine.py    one link; published figures; measured figures
+    _link.py, _hardware.py, _machine.py, _operators.py    one link; published figures; measured figures
     _meshes.py     which link each axis of a mesh uses
     _presets.py, _toml.py    devices by name; a cluster from a file
     _measuring.py  who measures a machine: the engine registers its probe here
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from scrimp.cluster._machine import Machine
     from scrimp.cluster._measuring import register_measure
     from scrimp.cluster._meshes import AxisLink
+    from scrimp.cluster._operators import CLASSES, OperatorRate, Operators
     from scrimp.cluster._presets import KINDS, hardware
 
 __all__ = [
-    "DEFAULT_LINK", "KINDS", "AxisLink", "Cluster", "Hardware", "Link", "Machine", "Shares", "hardware", "register_measure",
+    "CLASSES", "DEFAULT_LINK", "KINDS", "AxisLink", "Cluster", "Hardware", "Link", "Machine", "OperatorRate", "Operators",
+    "Shares", "hardware", "register_measure",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -44,6 +46,9 @@ __getattr__ = lazily(
         "Machine": "scrimp.cluster._machine",
         "register_measure": "scrimp.cluster._measuring",
         "AxisLink": "scrimp.cluster._meshes",
+        "CLASSES": "scrimp.cluster._operators",
+        "OperatorRate": "scrimp.cluster._operators",
+        "Operators": "scrimp.cluster._operators",
         "KINDS": "scrimp.cluster._presets",
         "hardware": "scrimp.cluster._presets",
     },

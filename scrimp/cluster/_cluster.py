@@ -20,18 +20,20 @@ from typing import Any
 from scrimp.cluster._hardware import Hardware
 from scrimp.cluster._link import DEFAULT_LINK, Link
 from scrimp.cluster._machine import Machine
-from scrimp.cluster._measuring import measure
+from scrimp.cluster._measuring import measure, measure_operators
 from scrimp.cluster._meshes import AxisLink, axis_links, meshes
+from scrimp.cluster._operators import Operators
 from scrimp.errors import ScrimpError, check_format
 from scrimp.layout import Mesh
 
-FORMAT, VERSION = "scrimp.cluster", 2
+FORMAT, VERSION = "scrimp.cluster", 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """`Cluster(axes=(("node", Link(bytes_per_second=3e9)),))`: node is slow, all other axes are the default. `machine`:
-    what each of its machines was measured to do; `hardware`: what it is built of; each if that is known.
+    what each of its machines was measured to do; `hardware`: what it is built of; `operators`: what the operators of a device
+    were measured to take; each if that is known.
 
     >>> import scrimp
     >>> cluster = scrimp.Cluster.preset("16xH100")
@@ -45,16 +47,22 @@ class Cluster:
     axes: tuple[tuple[str, Link], ...] = ()
     machine: Machine | None = None
     hardware: Hardware | None = None
+    operators: Operators | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.axes, Mapping):
             object.__setattr__(self, "axes", tuple(self.axes.items()))
 
     @classmethod
-    def probe(cls, device: str | None = None, disk: str | Path | None = None) -> Cluster:
+    def probe(cls, device: str | None = None, disk: str | Path | None = None, *, operators: bool = False) -> Cluster:
         """Measures this machine: the device that an engine would use, the link to it, the host; and the disk of a folder, if one
-        is given. Up to three seconds with a GPU, one without; once in a process."""
-        return cls(machine=measure(device, disk))
+        is given. Up to three seconds with a GPU, one without; once in a process. `operators`: also the rates of operators, by
+        class and size, which takes some ten seconds; `with_operators` gives them to a cluster of such devices."""
+        return cls(machine=measure(device, disk), operators=measure_operators(device) if operators else None)
+
+    def with_operators(self, operators: Operators | None) -> Cluster:
+        """The same cluster, whose devices were measured: its predicted seconds of operators follow the measurement."""
+        return replace(self, operators=operators)
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
@@ -86,7 +94,7 @@ class Cluster:
     def with_nodes(self, nodes: int) -> Cluster:
         """The same kind of nodes, `nodes` of them."""
         made = self._of(replace(self._known("with_nodes"), nodes=nodes))
-        return replace(made, axes=self.axes, machine=self.machine)
+        return replace(made, axes=self.axes, machine=self.machine, operators=self.operators)
 
     def axis_links(self, mesh: Mesh) -> Mapping[str, AxisLink]:
         """The link of each mesh axis, and the share of its peers that are inside nodes."""
@@ -106,9 +114,11 @@ class Cluster:
         """The meshes over all devices that are worth a search, with axes inside nodes or between them; few axes first."""
         return meshes(self._known("meshes"), max_axes)
 
-    def compute_seconds(self, flops: float, nbytes: float, dtype: str = "bfloat16") -> float:
-        """Seconds of an operator on one device: the longer of its arithmetic and its memory traffic, plus the launch."""
-        return self._known("compute_seconds").compute_seconds(flops, nbytes, dtype)
+    def compute_seconds(self, flops: float, nbytes: float, dtype: str = "bfloat16", operators: str = "") -> float:
+        """Seconds of an operator on one device: as measured for its class of operators, if it was; else the longer of its
+        arithmetic and its memory traffic, plus the launch."""
+        found = None if self.operators is None else self.operators.seconds(operators, flops, nbytes, dtype)
+        return self._known("compute_seconds").compute_seconds(flops, nbytes, dtype) if found is None else found
 
     def _known(self, what: str) -> Hardware:
         if self.hardware is None:
@@ -126,22 +136,25 @@ class Cluster:
 
     def to_json(self) -> str:
         axes = {name: link.to_data() for name, link in self.axes}
-        # Without hardware the format is that of version 1, so that older readers can load it.
-        version = VERSION if self.hardware else 1
+        # What needs no later version has an earlier one, so that older readers can load it.
+        version = VERSION if self.operators else 2 if self.hardware else 1
         data: dict[str, Any] = {"format": FORMAT, "version": version, "default": self.default.to_data(), "axes": axes}
         if self.machine is not None:
             data["machine"] = self.machine.to_data()
         if self.hardware is not None:
             data["hardware"] = self.hardware.to_data()
+        if self.operators is not None:
+            data["operators"] = self.operators.to_data()
         return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
         data: dict[str, Any] = json.loads(text)
-        check_format(data, FORMAT, (1, VERSION), ScrimpError)
+        check_format(data, FORMAT, (1, 2, VERSION), ScrimpError)
         return cls(
             default=Link(**data["default"]),
             axes=tuple((name, Link(**row)) for name, row in data["axes"].items()),
             machine=Machine.from_data(data["machine"]) if "machine" in data else None,
             hardware=Hardware.from_data(data["hardware"]) if "hardware" in data else None,
+            operators=Operators.from_data(data["operators"]) if "operators" in data else None,
         )

@@ -7,24 +7,34 @@ from importlib import import_module
 from pathlib import Path
 
 from scrimp.cluster._machine import Machine
+from scrimp.cluster._operators import Operators
 from scrimp.errors import ScrimpError
 
 Measure = Callable[[str | None, str | Path | None], Machine]
+MeasureOperators = Callable[[str | None], Operators]
 DEFAULT = "scrimp.engine"  # loaded at the first probe; it registers its own probe
 
-_measure: Measure | None = None
+_measure: tuple[Measure, MeasureOperators] | None = None
 
 
-def register_measure(measure: Measure) -> None:
-    """From now on `Cluster.probe` calls `measure(device, disk)`."""
+def register_measure(measure: Measure, operators: MeasureOperators) -> None:
+    """From now on `Cluster.probe` calls `measure(device, disk)`, and `operators(device)` if it shall measure those."""
     global _measure
-    _measure = measure
+    _measure = measure, operators
 
 
 def measure(device: str | None, disk: str | Path | None) -> Machine:
     """This machine's rates, by the registered function."""
+    return _registered()[0](device, disk)
+
+
+def measure_operators(device: str | None) -> Operators:
+    return _registered()[1](device)
+
+
+def _registered() -> tuple[Measure, MeasureOperators]:
     if _measure is None:
         import_module(DEFAULT)
     if _measure is None:
         raise ScrimpError(f"no measuring function is registered: {DEFAULT} did not call scrimp.cluster.register_measure")
-    return _measure(device, disk)
+    return _measure

@@ -22,7 +22,7 @@ Read in this order:
     update/       the global gradient check, then the optimizer on device, host or disk, overlapped with the next step
     schedule/     a traced step becomes a schedule: placement of layers, kept activations, prefetch and eviction
     entry/        what users call between steps: evaluate, backward/update, full_parameters, save/load, learning rates
-    observe/      the lower bound of a step, the progress line, the metrics file
+    observe/      the lower bound of a step, the progress line, what a run folder holds of an engine
     chunked_loss.py  cross-entropy that never holds all logits
 
 One fetch:     step/layer_forward.py -> step/residency.py -> chunks/store/store.py
@@ -37,24 +37,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scrimp._lazy import lazily
-from scrimp.cluster import Machine, register_measure
+from scrimp.cluster import Machine, Operators, register_measure
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
     from scrimp.engine.chunked_loss import chunked_cross_entropy
-    from scrimp.engine.observe.metrics import read_metrics
     from scrimp.engine.observe.progress import Progress
     from scrimp.engine.schedule.probe import probe
     from scrimp.engine.setup.budget import Memory, available_host_nbytes
 
-__all__ = ["Engine", "Memory", "Progress", "available_host_nbytes", "chunked_cross_entropy", "probe", "read_metrics"]
+__all__ = ["Engine", "Memory", "Progress", "available_host_nbytes", "chunked_cross_entropy", "probe"]
 
 __getattr__ = lazily(
     __name__,
     {
         "Engine": "scrimp.engine._engine",
         "chunked_cross_entropy": "scrimp.engine.chunked_loss",
-        "read_metrics": "scrimp.engine.observe.metrics",
         "Progress": "scrimp.engine.observe.progress",
         "probe": "scrimp.engine.schedule.probe",
         "Memory": "scrimp.engine.setup.budget",
@@ -70,4 +68,10 @@ def _probe(device: str | None, disk: str | Path | None) -> Machine:
     return probe(device, disk)
 
 
-register_measure(_probe)
+def _probe_operators(device: str | None) -> Operators:
+    from scrimp.engine.schedule.operator_probe import probe_operators
+
+    return probe_operators(device)
+
+
+register_measure(_probe, _probe_operators)

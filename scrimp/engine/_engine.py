@@ -7,7 +7,7 @@ for batch in loader:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,6 +224,14 @@ class Engine:
     def bound(self) -> Bound:
         """The least traffic and time of a step like the last one, and what it took. The first call measures the machine."""
         return self._run.bound()
+
+    def report(self, path: str | Path, *, rehearsal: str | Path | Mapping[str, Any] | None = None) -> None:
+        """Write what is known of this run as one HTML file: the plan, memory over the last recorded step, residency, traffic and
+        time against the bound, the machine. With `Progress(run=...)` it has the loss and the other metrics too.
+
+        `rehearsal`: a rehearsal's JSON, whose timeline is shown as the prediction. Rank 0 writes; other ranks do nothing.
+        """
+        self._run.report(path, rehearsal)
 
     def close(self) -> None:
         """End training: free the device, lift the cap on the allocator and end the engine's threads.

@@ -76,6 +76,7 @@ from scrimp.layers import find_layers, no_caches
 from scrimp.layout import Mesh
 from scrimp.ledger import Books, Ledger
 from scrimp.planner import Plan
+from scrimp.report import RunWriter
 
 
 class Training(Between, Accumulating):
@@ -110,7 +111,8 @@ class Training(Between, Accumulating):
         check_settings(precision, micro_batches, ways, clip_norm)
         check_modules(model)
         check_exchange(exchange, optimizer, precision, memory)
-        self.model = model
+        self.model, self.plan = model, None if plan is None else plan.bare()
+        self.run_folder: RunWriter | None = None  # that `Progress` fills
         settings = named(optimizer, model)
         self.precision = precision
         self.clip_norm = clip_norm
@@ -193,7 +195,7 @@ class Training(Between, Accumulating):
         self.store.own = self.meter.ignore
         self.rollback = Rollback(model, self.device)
         self.residents = Residents(self.store, self.meter, self._retire, self.interrupts.check)
-        self._metering = MeteringPolicy(self.meter, self.ledger.device)
+        self.metering = MeteringPolicy(self.meter, self.ledger.device)
         self.recompute = Recompute()
         for whole in self.weights.values() if planned is not None else ():
             self.meter.ignore(whole)
@@ -281,15 +283,16 @@ class Training(Between, Accumulating):
         losses, count = [], 1 if self.accumulating else self.micro_batches
         todo = self.passes.parts(self, args, kwargs, count)
         try:
-            with running(self, *self.passes.lent(args, kwargs), Phase.FORWARD, self._metering.step(plan)), no_caches(self.model):
+            metered = self.metering.step(plan, self.steps)
+            with running(self, *self.passes.lent(args, kwargs), Phase.FORWARD, metered), no_caches(self.model):
                 schedule = plan.choice.schedule if plan.choice else None
-                self.residents.begin_step(self.steps, schedule, plan.expected, metering=self._metering.metering)
+                self.residents.begin_step(self.steps, schedule, plan.expected, metering=self.metering.metering)
                 for k, run_part in enumerate(todo):
                     self.current.last_part = k == count - 1 and not self.accumulating
                     losses.append(run_part())
                     self.residents.retire_rest()
                 traced, schedule_steps = self.residents.end_step()
-                self.current.trace = schedule_steps if self._metering.learn(plan, schedule_steps, traced=traced) else None
+                self.current.trace = schedule_steps if self.metering.learn(plan, schedule_steps, traced=traced) else None
                 if not self.current.arrived and self.passes.trains:
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:

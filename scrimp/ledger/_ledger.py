@@ -13,6 +13,7 @@ from functools import cached_property
 
 from scrimp.errors import ScrimpError, check_format
 from scrimp.ledger._sizes import format_nbytes
+from scrimp.ledger._timeline import Recording
 
 FORMAT, VERSION = "scrimp.ledger", 1
 
@@ -49,6 +50,7 @@ class Ledger:
     peak: Snapshot = field(default_factory=lambda: Snapshot(by_kind=(), when="at the start"))
     live_peak: Snapshot = field(default_factory=lambda: Snapshot(by_kind=(), when="at the start"))
     when: str = "at the start"
+    recording: Recording | None = field(default=None, repr=False, compare=False)  # of the step that runs, if it is recorded
 
     @property
     def peak_nbytes(self) -> int:
@@ -61,6 +63,8 @@ class Ledger:
             self.peak = self.snapshot()
         if kind != WORKSPACE and self.total_nbytes - self.now[WORKSPACE] > self.live_peak.nbytes:
             self.live_peak = self._live()
+        if self.recording is not None:
+            self.recording.saw(self)
 
     def free(self, kind: str, nbytes: int) -> None:
         self.now[kind] -= nbytes

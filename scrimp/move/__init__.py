@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from scrimp.move.run.execute import stage_nbytes
     from scrimp.move.run.many import redistribute_many
     from scrimp.move.run.peers import Peers
+    from scrimp.move.run.received import received_nbytes
     from scrimp.move.run.run import run_between, run_program
     from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout
 
 __all__ = [
     "ITEMSIZE", "MoveCost", "MoveCosts", "Peers", "Program", "Step", "all_gather_flat", "clear_program_cache",
-    "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "redistribute_many", "run_between",
-    "run_program", "stage_nbytes",
-    "synthesize", "tiles",
+    "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "received_nbytes",
+    "redistribute_many", "run_between", "run_program", "stage_nbytes", "synthesize", "tiles",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -58,6 +58,7 @@ __getattr__ = lazily(
         "all_gather_flat": "scrimp.move.run.torch_private",
         "redistribute_many": "scrimp.move.run.many",
         "Peers": "scrimp.move.run.peers",
+        "received_nbytes": "scrimp.move.run.received",
         "run_between": "scrimp.move.run.run",
         "run_program": "scrimp.move.run.run",
         "default_store": "scrimp.move.run.torch_private",

@@ -20,7 +20,7 @@ Read in this order:
     large/      the same for tens of thousands of distinct nodes: propagation, contraction, descent over trees
     mesh/       the search on one mesh with many axes, and its lower bound
     pipeline/   stages, micro-batch schedules, and where to cut the model
-    answers/    `Plan`, explain, diff, what_if, operators that stay unsharded
+    answers/    `Plan`, explain, diff, what_if, alternatives for a report, operators that stay unsharded
     baselines/  Megatron-LM, data parallelism and ZeRO as plans of the same memory model
 """
 

@@ -256,12 +256,13 @@ def captured(model: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any]
 
 
 def captured_for(plan: Plan, model: nn.Module) -> Graph:
-    """The model as it was captured for a plan: with tensors of the shapes and dtypes that the plan names, by keyword."""
-    if plan.source is not None:
-        graph: Graph = plan.source.graph
-        return graph
+    """The model, captured as for the plan: with tensors of the shapes and dtypes that the plan names, by keyword. A batch with
+    nested tensors is known only to the process that made the plan, and so is its graph: that is not made anew."""
     precision = precision_of(plan.precision, plan.optimizer)
     if precision is None or any("." in each.name for each in plan.batch):
+        if plan.source is not None:
+            graph: Graph = plan.source.graph
+            return graph
         names = ", ".join(each.name for each in plan.batch)
         raise RunError(f"the plan's batch has {names}: a plan file can only be run with tensors that the model takes by keyword")
     given = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta") for each in plan.batch}

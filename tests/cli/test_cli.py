@@ -273,6 +273,18 @@ def test_probe(tmp_path: Path) -> None:
     wrong = scrimp("probe", "--device", "cpu", "--json", str(tmp_path / "no" / "where.json"), code=2)
     assert "there is no folder" in wrong.stderr
     assert "neither 'cuda' nor 'cpu'" in scrimp("probe", "--device", "meta", code=2).stderr
+    assert "give both" in scrimp("probe", "--cluster", "8xH100", code=2).stderr
+
+
+def test_probe_of_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scrimp.engine.schedule.operator_probe.SECONDS_CPU", 0.0)
+    file = tmp_path / "measured.json"
+    text = scrimp("probe", "--device", "cpu", "--operators", "--cluster", "8xA100-80", "--json", str(file)).output
+    assert re.search(r"^causal attention, backward +bfloat16 .* TFLOP/s .* %$", text, re.MULTILINE), text
+    cluster = Cluster.load(file)
+    assert cluster.operators is not None
+    assert cluster.hardware == Cluster.preset("8xA100-80").hardware
+    assert "peak" in scrimp("plan", "gpt-tiny", "--cluster", str(file), "--mesh", "x=8", "--time-limit", "2").output
 
 
 # The doctor.

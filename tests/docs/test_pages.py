@@ -106,8 +106,9 @@ def test_few_blocks_are_not_run() -> None:
     assert every.count(False) <= len(every) // 4, f"{every.count(False)} of {len(every)} Python blocks are not run"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
+@pytest.mark.parametrize("path", [path for path in PAGES if path != commands_page.PAGE], ids=name_of)
 def test_a_page_is_short(path: Path) -> None:
+    """But for the text of `--help`, which grows with every command."""
     assert len(path.read_text().splitlines()) <= MOST_LINES
 
 

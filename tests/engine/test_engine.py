@@ -240,7 +240,7 @@ def poisoned(engine: Engine, seed: int) -> list[int]:
 
     store.drop = poisoning  # type: ignore[method-assign]
     meter._count_all = after_an_operator
-    engine._run._metering.step = lambda plan: meter  # type: ignore[method-assign]  # all steps' operators are wanted
+    engine._run.metering.step = lambda plan, number: meter  # type: ignore[method-assign]  # all steps' operators are wanted
     return evicted
 
 

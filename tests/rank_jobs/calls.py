@@ -31,8 +31,8 @@ def call(engine: Engine, name: str) -> None:
     match name:
         case "step" | "evaluate" | "backward":
             getattr(engine, name)(BATCH)
-        case "save":
-            engine.save(Path(tempfile.mkdtemp()) / "checkpoint")
+        case "save" | "load":
+            getattr(engine, name)(Path(tempfile.mkdtemp()) / "checkpoint")
         case "iter_state":
             dict(engine.iter_state())
         case "nothing":

@@ -22,6 +22,7 @@ from scrimp.chunks.meter.replayed import Replayed
 from scrimp.ledger import Ledger
 
 WRAPPED_NBYTES = 8
+MOVE = "move"  # between layouts, as a recorded step names it
 
 
 class CpuMeter(PlainMode):
@@ -72,6 +73,8 @@ class CpuMeter(PlainMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and raise the peaks by its memory: before it runs, if its profile is known."""
+        if self.ledger.recording is not None:
+            self.ledger.recording.operator = str(func)
         signature = signature_of(func, args, kwargs)
         weight = self._scale.known(signature)
         if weight is None:
@@ -99,8 +102,8 @@ class CpuMeter(PlainMode):
         """So much is about to be allocated: check the budget now, and raise the ledger's peak."""
         more = nbytes + workspace_nbytes
         total = self.ledger.total_nbytes + more
-        # Otherwise neither the budget nor the ledger's peak is affected.
-        if more and (total > self.budget_nbytes or total > self.ledger.peak.nbytes):
+        # Otherwise neither the budget nor the ledger's peak is affected; a recorded step shows every operator's workspace.
+        if more and (total > self.budget_nbytes or total > self.ledger.peak.nbytes or self.ledger.recording is not None):
             self._prepare(more)
             self._flash({kind: nbytes, "workspace": workspace_nbytes})
 
@@ -117,6 +120,8 @@ class CpuMeter(PlainMode):
         of `kind`, what it takes besides of `rest`. It may empty the storage of `given`."""
         if not self._entered:
             return run()
+        if self.ledger.recording is not None:
+            self.ledger.recording.operator = MOVE
         weight = self._scale.known(key)
         if weight is None:
             return self._learned(key, given, run, kind, rest)

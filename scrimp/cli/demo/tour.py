@@ -20,10 +20,10 @@ from scrimp.cli.demo import planned
 from scrimp.cli.demo.closing_table import closing, table
 from scrimp.cli.demo.train import Figures, Plain, Run, Setting, plain, train
 from scrimp.cli.render.curve import curve
-from scrimp.engine import read_metrics
 from scrimp.errors import ScrimpError
 from scrimp.ext.ranks import RankFailure, RankPool, RankTimeout
 from scrimp.ledger import format_nbytes
+from scrimp.report import read_metrics
 
 WORLD = 2
 FIRST_SHARE, SECOND_SHARE = 3, 4  # divisors of plain PyTorch's peak for the budgets of the two runs: a third, then a quarter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +15,7 @@ from scrimp.engine.entry.evaluate import evaluate
 from scrimp.engine.entry.full_parameters import full_parameters
 from scrimp.engine.entry.rank_calls import begin_call, naming_calls
 from scrimp.engine.observe.bound import Bound, bound
+from scrimp.engine.observe.record import report
 from scrimp.engine.step.interrupts import Interrupts, in_one_piece
 from scrimp.errors import RunError
 
@@ -54,6 +55,9 @@ class Between:
 
     def bound(self) -> Bound:
         return bound(self._whole)
+
+    def report(self, path: str | Path, rehearsal: str | Path | Mapping[str, Any] | None) -> None:
+        report(self._whole, path, rehearsal)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         begin_call(self._whole, "state_dict")

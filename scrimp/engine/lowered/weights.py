@@ -152,6 +152,7 @@ class EngineWeights:
     def accumulate(self, name: str, gradient: torch.Tensor, place: Placed, *, donate: bool) -> None:
         self.comm.note(self._number[name])
         found = self._sums(name, gradient, place, donate=donate)
+        read_on = None if donate else gradient.untyped_storage().data_ptr()
         del gradient
         while found:
             each, flat = found.pop()
@@ -160,7 +161,12 @@ class EngineWeights:
             if self._adds_up(each):
                 self._receive(*self.places[each], flat)
                 continue
-            self._waiting[each] = self._waiting[each].add_(flat) if each in self._waiting else flat
+            if each in self._waiting:
+                self._waiting[each].add_(flat)
+            elif not self._complete(each) and flat.untyped_storage().data_ptr() == read_on:
+                self._waiting[each] = flat.clone()  # other steps read the gradient, and more summands are added to this one
+            else:
+                self._waiting[each] = flat
             if self._complete(each) and (each not in self.lowered.layers[self._layer].read_late or self._own(each)):
                 self._deliver(each)
 

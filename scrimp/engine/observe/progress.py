@@ -20,9 +20,11 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
-from scrimp.engine.observe.metrics import MetricsFile
+from scrimp.engine.observe.record import Recorder
 from scrimp.errors import RunError
 from scrimp.ledger import format_nbytes
+from scrimp.move import received_nbytes
+from scrimp.report import MetricsFile
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
@@ -46,13 +48,15 @@ class Reading:
     down_nbytes: int
     skipped: int
     lr: float | None
+    received_nbytes: int | None  # from other ranks; None if there are none
     disk: dict[str, float | str]  # empty if no disk is used
 
 
 class Progress:
     """`with scrimp.Progress(engine, steps=1000, metrics="run.jsonl") as progress:`, then `progress.update(loss, tokens)`
     after each step. `steps` counts from the very first, so a resumed run goes on where it was; `tokens` are the step's,
-    over all ranks; `quiet` shows nothing but still writes the metrics.
+    over all ranks; `quiet` shows nothing but still writes the metrics. `run`: a folder for all that `scrimp report` shows, the
+    metrics among it. At the end the machine is measured for it, once per process, for up to three seconds.
 
     >>> import scrimp
     >>> from scrimp import zoo
@@ -71,6 +75,7 @@ class Progress:
         *,
         steps: int | None = None,
         metrics: str | Path | None = None,
+        run: str | Path | None = None,
         quiet: bool = False,
         console: Console | None = None,
     ) -> None:
@@ -78,7 +83,11 @@ class Progress:
         self.steps = steps
         first = self.engine.wire.rank == 0
         self.console = (console or Console(stderr=True)) if first and not quiet else None
+        if run is not None and metrics is not None:
+            raise RunError("a run folder has a metrics file already: give Progress either run or metrics")
         self._path = metrics if first else None
+        self._folder = run if first else None
+        self._recorder: Recorder | None = None
         self._file: MetricsFile | None = None
         self._bar: Bar | None = None
         self._last: Reading | None = None
@@ -88,6 +97,9 @@ class Progress:
         self._shown: tuple[float, int] | None = None  # when, and how many steps were done
 
     def __enter__(self) -> Progress:
+        if self._folder is not None:
+            self._recorder = Recorder(self.engine, self._folder)
+            self._path = self._recorder.folder.metrics
         if self._path is not None:
             self._file = MetricsFile(self._path, self.engine.steps)
         if self.console is not None and self.console.is_terminal:
@@ -106,6 +118,8 @@ class Progress:
             self._bar.stop()
         if self._file is not None:
             self._file.close()
+        if self._recorder is not None:
+            self._recorder.close()
         self._began = None
 
     def update(self, loss: torch.Tensor | float, tokens: int = 0) -> None:
@@ -126,6 +140,8 @@ class Progress:
         self._recent.append((reading.seconds, tokens))
         if self._file is not None:
             self._file.write(_row(reading))
+        if self._recorder is not None:
+            self._recorder.step()
         if self.console is not None and self._is_due(now, reading.step + 1):
             self._show(reading)
 
@@ -133,7 +149,7 @@ class Progress:
         engine, step = self.engine, self.engine.steps - 1
         before = self._traffic
         self._count_traffic()
-        up, down, read, written = (after - b for after, b in zip(self._traffic, before, strict=True))
+        up, down, read, written, received = (after - b for after, b in zip(self._traffic, before, strict=True))
         lr = engine.rules.groups(step)[0].lr
         return Reading(
             step=step,
@@ -147,12 +163,14 @@ class Progress:
             down_nbytes=down,
             skipped=engine.skipped,
             lr=float(lr) if isinstance(lr, (int, float)) else None,
+            received_nbytes=received if engine.wire.world > 1 else None,
             disk=engine.store.spill.figures(read, written),
         )
 
     def _count_traffic(self) -> None:
         traffic = self.engine.store.traffic
-        self._traffic = (traffic.up_nbytes, traffic.down_nbytes, traffic.read_nbytes, traffic.written_nbytes)
+        there = (traffic.up_nbytes, traffic.down_nbytes, traffic.read_nbytes, traffic.written_nbytes)
+        self._traffic = (*there, received_nbytes())
 
     def _is_due(self, now: float, done: int) -> bool:
         if self._shown is None or done == self.steps:
@@ -208,4 +226,5 @@ def _row(reading: Reading) -> dict[str, object]:
         "skipped": reading.skipped,
         **reading.disk,
     }
-    return row if reading.lr is None else {**row, "lr": reading.lr}
+    more = {"lr": reading.lr, "received_nbytes": reading.received_nbytes}
+    return {**row, **{name: value for name, value in more.items() if value is not None}}

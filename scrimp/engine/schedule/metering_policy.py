@@ -2,17 +2,18 @@
 
 After several steps in a row that follow one schedule and take no more memory than the first of them at any schedule step, only
 one step in sixteen is metered. All are metered again once one of them takes more. If somebody resets the ledger's peak, the next
-step is metered.
+step is metered. A metered step is recorded: `recorded` is the last one that was completed.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from scrimp.chunks import Choice, CudaMeter, Meter, ScheduleStep
-from scrimp.ledger import Ledger
+from scrimp.ledger import KINDS, Ledger, Recording, Timeline
 
 if TYPE_CHECKING:
     from scrimp.engine.schedule.planned import Planned
@@ -45,9 +46,14 @@ class MeteringPolicy:
     def __init__(self, meter: Meter, ledger: Ledger) -> None:
         self._meter, self._ledger = meter, ledger
         self.metering = True
+        self._recorded: Recording | None = None
 
-    def step(self, plan: Planned) -> AbstractContextManager[object]:
-        """Context for a step: the meter, or nothing."""
+    @property
+    def recorded(self) -> Timeline | None:
+        return None if self._recorded is None else self._recorded.timeline(KINDS)
+
+    def step(self, plan: Planned, number: int) -> AbstractContextManager[object]:
+        """Context for the step with this number: the meter, or nothing."""
         seen = plan.seen
         self.metering = (
             isinstance(self._meter, CudaMeter)  # reads the allocator's counters, which costs nothing
@@ -57,7 +63,17 @@ class MeteringPolicy:
             or seen.since >= EVERY - 1
             or self._ledger.peak_nbytes < seen.peak_nbytes
         )
-        return self._meter if self.metering else nullcontext()
+        return self._metered(number) if self.metering else nullcontext()
+
+    @contextmanager
+    def _metered(self, number: int) -> Iterator[None]:
+        recording = self._ledger.recording = Recording(number)
+        try:
+            with self._meter:
+                yield
+        finally:
+            self._ledger.recording = None
+        self._recorded = recording
 
     def learn(self, plan: Planned, schedule_steps: list[ScheduleStep], *, traced: bool) -> bool:
         """After a step: returns whether it was traced with the meter on, so that its trace is valid."""

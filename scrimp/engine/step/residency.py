@@ -91,6 +91,8 @@ class Residents:
             self.mode = None
         elif phase is Phase.BACKWARD:
             self.say(phase)
+        if self.store.ledger.recording is not None:
+            self.store.ledger.recording.phase = str(phase)
 
     @property
     def active(self) -> bool:
@@ -248,6 +250,9 @@ class Residents:
         self._current = needs
         self._empty = (layer,) if empty else ()
         self.say(self.phase)
+        recording = self.store.ledger.recording
+        if recording is not None:
+            recording.enter(str(self.phase), needs)
         at = len(self.trace)
         if self._schedule is not None and (at >= len(self._expected) or self._expected[at] != needs):
             self._schedule, self.mode = None, Mode.TRACE  # the order differs from the schedule
@@ -264,6 +269,8 @@ class Residents:
         if self._schedule is not None and self.store.wire.world == 1:
             for other in self._schedule.ahead[at]:
                 self._fetch(other)
+        if recording is not None:
+            recording.hold(self.store.resident)
         self.timing.resume(backward=self.phase is Phase.BACKWARD)
 
     @property

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from scrimp.errors import MoveError, RunError
 from scrimp.move.run.comm import raw_bytes
+from scrimp.move.run.received import count_received
 
 TAGS = 1 << 28  # apart from those of moves, and of the user
 SPREAD = 1 << 27
@@ -40,6 +41,7 @@ class Peers:
 
     def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Handle:
         other = stage * self.size + rank
+        count_received(tensor.nbytes)
         return Handle(dist.irecv(_bytes(tensor), other, tag=TAGS + tag), f"a tensor from rank {other} of stage {stage}")
 
     def spread(self, tensor: torch.Tensor, stage: int) -> None:

@@ -19,6 +19,7 @@ from scrimp.move.run.agree import agree, compare, fault_text, first_fault
 from scrimp.move.run.comm import Comm, comm_for
 from scrimp.move.run.execute import execute, execute_between
 from scrimp.move.run.holder import Holder
+from scrimp.move.run.received import count_received
 from scrimp.move.run.requests import Request
 
 SPREAD = 0x9E3779B1  # odd, so that neighbouring turns have tags far apart
@@ -68,6 +69,7 @@ def run_in_step(
             while pending:
                 pending = _serve_next(comm, pending, tag)
                 tag += 1
+            count_received(sum(program.received_nbytes for program in programs))
         except (RuntimeError, ValueError) as error:
             raise MoveError(
                 f"mesh rank {comm.rank} of {len(comm.ranks)} failed in {_said(where[0])}: {str(error).strip() or repr(error)}. "

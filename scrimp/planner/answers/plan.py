@@ -301,6 +301,15 @@ class Plan:
 
         return what_if(self, change, time_limit=time_limit, gap=gap, progress=progress)
 
+    def report(self, path: str | Path, *, time_limit: float = 20.0) -> None:
+        """Write the plan as one HTML file: its figures, the layout of every layer, and, in the process that made the plan, the
+        price of the next best choice for each kind of layer and the Pareto front. `time_limit`: seconds for these."""
+        from scrimp.planner.answers.alternatives import alternatives
+        from scrimp.report import Run, finite, write
+
+        name = self.model.name or "plan"
+        write(Run(name=name, plan=json.loads(self.to_json()), choices=finite(alternatives(self, time_limit))), path)
+
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
 
@@ -311,10 +320,10 @@ class Plan:
     def to_json(self) -> str:
         from scrimp.planner.answers.plan_file import FORMAT, VERSION
 
-        data = {name: value for name, value in asdict(self._bare()).items() if name not in ("mesh", "source")}
+        data = {name: value for name, value in asdict(self.bare()).items() if name not in ("mesh", "source")}
         return json.dumps({"format": FORMAT, "version": VERSION, "mesh": str(self.mesh), **data})
 
-    def _bare(self) -> Plan:
+    def bare(self) -> Plan:
         """Without the fields that only exist in the planning process."""
         schedule = self.schedule
         if schedule is not None:

@@ -9,6 +9,7 @@ from math import prod
 from scrimp.capture import LayerGraph, Op, Value
 from scrimp.move import ITEMSIZE
 from scrimp.planner.answers.plan import KeptWhole
+from scrimp.planner.cost.operator_classes import class_of
 from scrimp.planner.formulation.assembly import Assembly
 from scrimp.planner.shard.options import Work
 from scrimp.planner.solver.problem import Problem
@@ -53,7 +54,8 @@ def _longer_seconds(op: Op, graph: LayerGraph, nbytes: int, devices: int, work: 
     """Added seconds compared with an even split over all devices."""
     dtypes = {value.name: value.dtype for value in graph.values}
     dtype = max((dtypes[name] for name in (*op.outputs, *op.inputs) if name is not None), key=lambda each: ITEMSIZE[each])
-    return work(op.flops, nbytes, dtype) - work(op.flops / devices, nbytes / devices, dtype)
+    operators = class_of(op)
+    return work(op.flops, nbytes, dtype, operators) - work(op.flops / devices, nbytes / devices, dtype, operators)
 
 
 def _move_seconds(assembly: Assembly, problem: Problem, solution: Solution) -> dict[tuple[int, int], float]:

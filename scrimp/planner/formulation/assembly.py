@@ -342,22 +342,23 @@ class Assembly:
         needed = ways.spread([option.needed[name] for option in options])
         value = part.model.values[name]
         seconds, nbytes, staging = self.moves.tables(made, needed, ITEMSIZE[value.dtype], value.order, given=value.kind != MADE)
+        scratch = {FORWARD: staging, BACKWARD: staging}
+        if donated is not None:
+            *_, scratch[donated] = self.moves.tables(made, needed, ITEMSIZE[value.dtype], value.order, donated=True)
         pair = (node, self.nodes[user, use.group])
         for span, when in ((use.forward, FORWARD), (use.backward, BACKWARD)):
             if span is not None:
                 self.sketch.pair_cost(*pair, copies * seconds, when)
                 before = part.point(span[0]) - 1
                 self.sketch.pair_hold(*pair, before, part.point(span[1]), MOVED, nbytes)
-                if donated == when:
-                    *_, lean = self.moves.tables(made, needed, ITEMSIZE[value.dtype], value.order, donated=True)
-                self.sketch.pair_hold(*pair, before, before, SCRATCH, lean if donated == when else staging)
+                self.sketch.pair_hold(*pair, before, before, SCRATCH, scratch[when])
         if use.forward is None or RECOMPUTE not in ways.names:
             return None
         again = ways.mask(RECOMPUTE, len(options))[None, :]
         self.sketch.pair_cost(*pair, copies * seconds * again, BACKWARD)
-        first, last = use.forward
-        self.sketch.pair_hold(*pair, part.again(first) - 1, part.again(last), MOVED, nbytes * again)
-        self.sketch.pair_hold(*pair, part.again(first) - 1, part.again(first) - 1, SCRATCH, staging * again)
+        before, last = part.again(use.forward[0]) - 1, part.again(use.forward[1])
+        self.sketch.pair_hold(*pair, before, last, MOVED, nbytes * again)
+        self.sketch.pair_hold(*pair, before, before, SCRATCH, scratch[FORWARD] * again)
         return again
 
     def _is_kept(self, maker: int, name: str, user: int, as_name: str) -> bool:

@@ -14,11 +14,12 @@ from math import prod
 from scrimp.capture import LayerGraph, Value
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
+from scrimp.planner.cost.operator_classes import class_of
 from scrimp.planner.shard.op_groups import Dims, Group
 from scrimp.planner.shard.placement import Placed, placed
 
 Split = tuple[int | None, ...]  # the atom of each axis, None if it splits nothing
-Work = Callable[[float, float, str], float]  # seconds of so many FLOPs over so many bytes of a dtype
+Work = Callable[[float, float, str, str], float]  # seconds of so many FLOPs, bytes, of a dtype and a class of operators
 Move = Callable[[Placed, Placed, int], float]  # seconds from one placement to another, for elements of so many bytes
 
 
@@ -101,7 +102,7 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
                 touched += now[result].numel(sizes) * _itemsize(values[result])
         if not alone:
             dtype = values[next(name for name in (*op.outputs, *op.inputs) if name is not None)].dtype
-            work_seconds += work(op.flops / split_over, touched, dtype)
+            work_seconds += work(op.flops / split_over, touched, dtype, class_of(op))
         for atom, of, itemsize, times in member.talks:
             if atom in axes:
                 tensor = place(tuple((each,) for each in of), axes[atom])

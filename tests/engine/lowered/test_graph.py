@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import scrimp.planner
-from scrimp import Plan, zoo
+from scrimp import Engine, Plan, zoo
 from scrimp.chunks import Wire
 from scrimp.engine.lowered.graph import graph_of
+from scrimp.errors import RunError
 from scrimp.ext.ranks import pool
 from scrimp.lower import digest, lower
 from tests.engine.lowered.test_planned_steps import ROWS
@@ -59,6 +60,13 @@ def test_another_model_is_captured() -> None:
     assert found(plan, model)[1] == 1
     model.get_submodule("blocks.0").eval()
     assert found(plan, model)[1] == 1
+
+
+def test_a_plan_made_in_this_process_is_of_its_model_alone() -> None:
+    plan = planned("gpt-tiny", {}, "x=1", "ddp")
+    assert plan.source is not None
+    with pytest.raises(RunError, match=r"operator 4 is aten.sum.dim_IntList in the plan and aten.native_dropout.default"):
+        Engine(zoo.build("gpt-tiny", dropout=0.1), plan=plan, optimizer=plan.optimizer, precision=plan.precision, device="cpu")
 
 
 def test_a_capture_that_warns_warns_at_every_start() -> None:

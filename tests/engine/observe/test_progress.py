@@ -21,9 +21,9 @@ import scrimp
 from scrimp.chunks.tables.optimizers import SGD, Rate
 from scrimp.engine import Engine, Memory
 from scrimp.engine.observe import progress as progress_module
-from scrimp.engine.observe.metrics import MetricsFile, read_metrics
 from scrimp.engine.observe.progress import Progress
 from scrimp.errors import RunError
+from scrimp.report import MetricsFile, read_metrics
 
 FIELDS = [
     "step", "loss", "seconds", "tokens_per_second", "device_peak_nbytes", "host_nbytes", "up_nbytes", "down_nbytes", "skipped",

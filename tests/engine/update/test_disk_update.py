@@ -22,10 +22,10 @@ from scrimp.chunks.spill.file import SpillFile
 from scrimp.chunks.store.placement import DISK
 from scrimp.chunks.tables.optimizers import SGD, AdamW
 from scrimp.engine import Engine, Memory
-from scrimp.engine.observe.metrics import read_metrics
 from scrimp.engine.observe.progress import Progress
 from scrimp.errors import CheckpointError, RunError
 from scrimp.ext.ranks import pool
+from scrimp.report import read_metrics
 from tests.chunks.spill.test_file import ROOT
 from tests.engine.test_engine import LR, assert_same
 from tests.rank_jobs import engine as jobs

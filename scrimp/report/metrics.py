@@ -7,7 +7,6 @@ end: it is dropped too.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from math import isfinite
@@ -16,6 +15,7 @@ from typing import Any
 
 from scrimp._warnings import warn
 from scrimp.errors import RunError
+from scrimp.report.files import replace_text
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -85,12 +85,7 @@ class MetricsFile:
         text = "".join(map(_line, rows))
         if text.encode() == self.path.read_bytes():
             return
-        new = self.path.with_name(f"{self.path.name}.new")
-        with new.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self.path)
+        replace_text(self.path, text)
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""`scrimp report` and `scrimp compare`."""

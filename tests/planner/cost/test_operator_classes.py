@@ -1,0 +1,54 @@
+"""Every operator of the zoo has the class that its FLOPs say, and the classes that its name says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scrimp import zoo
+from scrimp.capture import Op, capture
+from scrimp.cluster import CLASSES
+from scrimp.cluster._operators import BY_FLOPS
+from scrimp.planner.cost.operator_classes import class_of
+
+
+def op(target: str, *args: object, **kwargs: object) -> Op:
+    return Op(
+        name="one", target=f"aten.{target}.default", args=args, kwargs=tuple(kwargs.items()), outputs=(), backward=False, cell=0,
+        flops=0, where="",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "bert-tiny", "vit-tiny", "resnet-tiny", "moe-tiny"])
+def test_contractions_are_the_operators_with_flops(name: str) -> None:
+    with torch.device("meta"):
+        model = zoo.build(name)
+    found = {each for graph in capture(model, zoo.example_batch(name, 4)).graphs for each in graph.ops}
+    assert {class_of(each) for each in found} <= {*CLASSES}
+    for each in found:
+        assert (class_of(each) in BY_FLOPS) == (each.flops > 0), each.target
+
+
+@pytest.mark.parametrize(
+    ("operator", "wanted"),
+    [
+        (op("mm"), "matmul"),
+        (op("_scaled_dot_product_flash_attention_for_cpu", 0, 0, 0, 0.0, True), "causal attention"),
+        (op("_scaled_dot_product_flash_attention_for_cpu", 0, 0, 0, 0.0, False), "attention"),
+        (op("_scaled_dot_product_flash_attention_for_cpu_backward", *[0] * 6, 0.0, True), "causal attention, backward"),
+        (op("_scaled_dot_product_efficient_attention", 0, 0, 0, None, True), "attention"),
+        (op("_scaled_dot_product_efficient_attention", 0, 0, 0, None, True, 0.0, True), "causal attention"),
+        (op("_scaled_dot_product_flash_attention", 0, 0, 0, is_causal=True), "causal attention"),
+        (op("native_layer_norm"), "normalization"),
+        (op("native_layer_norm_backward"), "normalization, backward"),
+        (op("_log_softmax_backward_data"), "softmax"),
+        (op("nll_loss_forward"), "softmax"),
+        (op("embedding_dense_backward"), "lookup"),
+        (op("index_put"), "lookup"),
+        (op("sum"), "reduction"),
+        (op("cumsum"), "pointwise"),
+        (op("gelu_backward"), "pointwise"),
+    ],
+)
+def test_by_name(operator: Op, wanted: str) -> None:
+    assert class_of(operator) == wanted
