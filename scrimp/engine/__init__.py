@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from scrimp.engine.lowered.lone_rank import LoneRank, stage_of
     from scrimp.engine.lowered.passes import MeteredRanks
     from scrimp.engine.observe.progress import Progress
-    from scrimp.engine.observe.timeline import Recorder, Timeline
+    from scrimp.engine.observe.timeline import Recorder, Timeline, recording
     from scrimp.engine.schedule.probe import probe
     from scrimp.engine.setup.budget import Memory, available_host_nbytes
 
 __all__ = [
     "Engine", "LoneRank", "Memory", "MeteredRanks", "Progress", "Recorder", "Timeline", "available_host_nbytes",
-    "chunked_cross_entropy", "probe", "stage_of",
+    "chunked_cross_entropy", "probe", "recording", "stage_of",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -65,6 +65,7 @@ __getattr__ = lazily(
         "MeteredRanks": "scrimp.engine.lowered.passes",
         "Recorder": "scrimp.engine.observe.timeline",
         "Timeline": "scrimp.engine.observe.timeline",
+        "recording": "scrimp.engine.observe.timeline",
         "Progress": "scrimp.engine.observe.progress",
         "probe": "scrimp.engine.schedule.probe",
         "Memory": "scrimp.engine.setup.budget",

@@ -21,7 +21,6 @@ from scrimp.engine._training import Training
 from scrimp.engine.entry.optimizer_handle import Handle
 from scrimp.engine.lowered.batch import BatchPart
 from scrimp.engine.observe.bound import Bound
-from scrimp.engine.observe.timeline import Recorder, recording
 from scrimp.engine.setup.adopt import DEFAULT_CHUNK
 from scrimp.engine.setup.budget import Memory
 from scrimp.engine.setup.weight_sources import Source
@@ -221,13 +220,6 @@ class Engine:
     def ledger(self) -> Books:
         """Bytes by kind on device, host and disk: now and at the peak."""
         return self._run.ledger
-
-    def recording(self) -> AbstractContextManager[Recorder]:
-        """Under a plan: `with engine.recording() as recorder:` records memory over the points of the steps inside, by kind.
-
-        `recorder.timeline()` has it afterwards. A point is a step of this rank's program; `scrimp.rehearse` predicts the same.
-        """
-        return recording(self._run)
 
     def bound(self) -> Bound:
         """The least traffic and time of a step like the last one, and what it took. The first call measures the machine."""

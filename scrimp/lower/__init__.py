@@ -16,8 +16,8 @@ Read in this order:
     moves.py      communication: moves between placements
     footprint.py  the bytes that each step holds, and the room that is left below the peak
     weights/      rest.py: the shards of weights between steps; tiles.py: gathers and sums; buckets.py, joined.py: several of
-                  them in one move; overlap.py: which of them run beside operators; together.py: runs them; shards.py: the
-                  model's data on a rank
+                  them in one move; in_flight.py: buckets for a stage of a pipeline; overlap.py: which of them run beside
+                  operators; together.py: runs them; shards.py: the model's data on a rank
     run.py        a training step: forward and backward through all layers
     source.py     the steps of a layer as generated Python, which runs them
     interpret.py  runs them one by one: the oracle of the generated source
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from scrimp.lower.stages import Staged, crossing, lower_stages, messages
     from scrimp.lower.steps import Ahead, Behind, described
     from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
+    from scrimp.lower.weights.in_flight import stage_buckets
     from scrimp.lower.weights.joined import shared_together, summed_together
     from scrimp.lower.weights.overlap import Overlap, overlap_of
     from scrimp.lower.weights.rest import Rest
@@ -93,6 +94,7 @@ __all__ = [
     "redistribute",
     "shared",
     "shared_together",
+    "stage_buckets",
     "summed",
     "summed_together",
 ]  # fmt: skip
@@ -129,6 +131,7 @@ __getattr__ = lazily(
         "Buckets": "scrimp.lower.weights.buckets",
         "buckets_of": "scrimp.lower.weights.buckets",
         "chunks": "scrimp.lower.weights.buckets",
+        "stage_buckets": "scrimp.lower.weights.in_flight",
         "Overlap": "scrimp.lower.weights.overlap",
         "overlap_of": "scrimp.lower.weights.overlap",
         "Summed": "scrimp.lower.weights.together",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from scrimp.errors import RunError
@@ -45,12 +45,31 @@ class Hold:
     nbytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Border:
+    """What a piece of a pipeline exchanges with other pieces. `takes`: the bytes of its inputs, by name. `through`: the inputs
+    that it also passes on. `leaves`: its outputs that others read; `arrives`: those whose gradients come from there. `passed`:
+    bytes of values, and of gradients, that only pass through. Without stages nothing crosses, and the batch is left out."""
+
+    takes: Mapping[str, int] = field(default_factory=dict)
+    through: frozenset[str] = frozenset()
+    leaves: frozenset[Key] = frozenset()
+    arrives: frozenset[Key] = frozenset()
+    passed: tuple[int, int] = (0, 0)
+
+
 def footprint(lowered: Lowered) -> Mapping[Pass, PassBytes]:
     """Of each pass of each layer."""
-    walk = _Walk(lowered)
+    return piece_footprint(lowered, Border())[0]
+
+
+def piece_footprint(lowered: Lowered, border: Border) -> tuple[Mapping[Pass, PassBytes], int]:
+    """Of each pass of each layer, for one micro-batch alone; and the bytes that its forward leaves for its backward."""
+    walk = _Walk(lowered, border)
     walk.forward()
+    saved = walk.total
     walk.backward()
-    return walk.found
+    return walk.found, saved
 
 
 def rooms(lowered: Lowered) -> dict[Pass, list[int]]:
@@ -84,8 +103,8 @@ def check_holds(lowered: Lowered, left: Mapping[Pass, Sequence[int]], holds: Seq
 class _Walk:
     """`live`: references to each storage. A storage is named by the layer and the slot that made it."""
 
-    def __init__(self, lowered: Lowered) -> None:
-        self.lowered, self.sizes = lowered, dict(lowered.mesh.axes)
+    def __init__(self, lowered: Lowered, border: Border) -> None:
+        self.lowered, self.border, self.sizes = lowered, border, dict(lowered.mesh.axes)
         self.found: dict[Pass, PassBytes] = {}
         self.live: Counter[int] = Counter()
         self.nbytes: list[int] = [0]  # by storage; storage 0 stands for all that takes no bytes
@@ -96,7 +115,8 @@ class _Walk:
 
     def forward(self) -> None:
         readers = Counter((source.layer, source.name) for layer in self.lowered.layers for _, source in layer.sources)
-        made: dict[Key, int] = {}
+        made: dict[Key, int] = {(None, name): self._made(nbytes) for name, nbytes in self.border.takes.items()}
+        leaving = [self._made(self.border.passed[0]), *(self._held(made[None, name]) for name in self.border.through)]
         for k, layer in enumerate(self.lowered.layers):
             here = self.storages[k]
             for (_, source), (_, slot) in zip(layer.sources, layer.ahead.inputs, strict=True):
@@ -112,11 +132,17 @@ class _Walk:
                 if readers.get((k, name)):
                     made[k, name] = here[slot]
                     self._hold(here[slot])
+                if (k, name) in self.border.leaves:  # a partial sum is completed, in another tensor
+                    partial = layer.ahead.slots[slot].place.partial
+                    leaving.append(self._made(self.nbytes[here[slot]]) if partial else self._held(here[slot]))
             for slot in {slot for _, slot in layer.ahead.outputs} - {*layer.ahead.saved}:
                 self._drop(here[slot])
+        for storage in (*leaving, *made.values()):
+            self._drop(storage)
 
     def backward(self) -> None:
-        arrived: dict[Key, int] = {}
+        self._made(self.border.passed[1])
+        arrived = self._arrived()
         for k in reversed(range(len(self.lowered.layers))):
             layer, here = self.lowered.layers[k], self.storages[k]
             places = dict(layer.arrives)
@@ -130,21 +156,33 @@ class _Walk:
             self._behind(k, backward=True)
             for name, slot in layer.behind.gradients:
                 key = (sources[name].layer, sources[name].name)
-                if key[0] is None:
+                if key[0] is None and not (self.border.takes and key[1] in self.lowered.gradients):
                     continue
                 place = layer.behind.slots[slot].place
-                wanted = dict(self.lowered.layers[key[0]].arrives).get(key[1], place)
+                wanted = place if key[0] is None else dict(self.lowered.layers[key[0]].arrives).get(key[1], place)
                 dtype = layer.chosen.values[layer.behind.slots[slot].value].dtype
                 moving = self._moving(place, wanted, dtype) if place != wanted else 0
                 self._behind(k, backward=True, more=moving + (self.nbytes[here[slot]] if key in arrived else 0))
                 if key in arrived:  # their sum is another tensor
                     self._drop(arrived[key])
                     arrived[key] = self._made(self.nbytes[here[slot]])
+                elif key[0] is None and self.lowered.gradients[key[1]] != layer.behind.slots[slot].place:  # resharded
+                    arrived[key] = self._made(self._nbytes(layer, layer.behind, slot, self.lowered.gradients[key[1]]))
                 else:
                     arrived[key] = here[slot]
                     self._hold(here[slot])
             for slot in leaving:
                 self._drop(here[slot])
+
+    def _arrived(self) -> dict[Key, int]:
+        """The gradients that other pieces send."""
+        found: dict[Key, int] = {}
+        for k, layer in enumerate(self.lowered.layers):
+            places = dict(layer.arrives)
+            for output, slot in layer.behind.tangents:
+                if (k, output) in self.border.arrives:
+                    found[k, output] = self._made(self._nbytes(layer, layer.behind, slot, places[output]))
+        return found
 
     def _run(self, k: int, layer: LoweredLayer, program: Ahead | Behind) -> None:
         here, held, most = self.storages[k], [], []
@@ -240,6 +278,10 @@ class _Walk:
         self.nbytes.append(nbytes)
         self._hold(len(self.nbytes) - 1)
         return len(self.nbytes) - 1
+
+    def _held(self, storage: int) -> int:
+        self._hold(storage)
+        return storage
 
     def _hold(self, storage: int) -> None:
         if storage and not self.live[storage]:

@@ -63,7 +63,7 @@ def _messages(staged: Staged, stage: int) -> list[list[Hashable]]:
                 crossing(name, here.dtype, (), *pair, staged.mesh) for use in uses for pair in ((use, here.use), (here.use, use))
             ]
             ends += [(each.before, each.after) for each in both]
-    found = []
+    found: list[list[Hashable]] = []
     for before, after in dict.fromkeys(ends):
         row: list[list[Hashable]] = [[] for _ in range(staged.mesh.size)]
         for message in messages(before, after, staged.mesh):

@@ -18,9 +18,10 @@ from scrimp.capture import from_json
 from scrimp.engine.lowered.weights import EngineWeights
 from scrimp.errors import FitError
 from scrimp.lower import Generated, Interpreter, Ranks, lower_stages
+from scrimp.move import Program
 from tests.rank_jobs.planned_engine import engine_of, stepped
 from tests.support.lowering.run import batch_of
-from tests.support.lowering.staged import LAYERS, batch_for, build, metered_stage
+from tests.support.lowering.staged import LAYERS, batch_for, build, fixed_nbytes, metered_stage
 
 _groups: dict[tuple[int, int], list[dist.ProcessGroup]] = {}
 
@@ -44,6 +45,31 @@ def step(
     batch = batch_of(captured, batch_for(family, rows, dim))
     runner = Generated if generated else Interpreter
     return metered_stage(staged, stage, comm, model, batch, found.optimizer, runner)
+
+
+class Counted(Ranks):
+    """Counts the moves in which tensors travel."""
+
+    moves = 0
+
+    def move(self, program: Program, local: Tensor, *, donate: bool) -> Tensor:
+        self.moves += bool(program.steps)
+        return super().move(program, local, donate=donate)
+
+
+def bucketed(plan: str, graph: str, family: str, dim: int, rows: int) -> list[tuple[dict[str, Tensor], int, int, int]]:
+    """A step without and with buckets: gradients, moves, the peak of live storages, and what is at rest."""
+    model = build(family, dim)
+    found, captured = Plan.from_json(plan), from_json(graph)
+    staged = lower_stages(found, captured)
+    stage, rank = divmod(dist.get_rank(), staged.mesh.size)
+    results = []
+    for together in (False, True):
+        comm = Counted(staged.mesh, rank, stage_groups(staged.stages, staged.mesh.size)[stage])
+        batch = batch_of(captured, batch_for(family, rows, dim))
+        _, gradients, peak, _ = metered_stage(staged, stage, comm, model, batch, found.optimizer, together=together)
+        results.append((gradients, comm.moves, peak, fixed_nbytes(staged, stage, found.optimizer)))
+    return results
 
 
 class Chunk(nn.Module):

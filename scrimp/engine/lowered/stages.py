@@ -22,7 +22,7 @@ from scrimp.engine.step.phase import Phase
 from scrimp.engine.step.residency import Residents
 from scrimp.errors import FitError, RunError
 from scrimp.ledger import format_nbytes
-from scrimp.lower import Generated, Pipeline, gathered, local_shape, summed
+from scrimp.lower import Buckets, Generated, Overlap, Pipeline, gathered, local_shape, stage_buckets, summed
 from scrimp.move import Peers
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 class StageWeights(EngineWeights):
     """The weights of a stage, of which other stages hold some too: implements `StageWeights` of `scrimp.lower`."""
-
-    staged = True
 
     def __init__(
         self,
@@ -47,14 +45,22 @@ class StageWeights(EngineWeights):
         receive: Callable[[int, Slot, torch.Tensor], None],
         at: tuple[int, ...],
     ) -> None:
-        super().__init__(program.part, comm, store, residents, model, receive, at)
         self._program, self._peers = program, peers
+        super().__init__(program.part, comm, store, residents, model, receive, at)
         self._summed: set[str] = set()  # gradients of this step that need no more summands of other ranks
         # A backward runs from the last layer to the first: this layer brings the last summand of a micro-batch.
         self._last: dict[str, int] = {}
         for piece in program.part.pieces:
             for name, layers in piece.summands.items():
                 self._last[name] = min(self._last.get(name, layers[0]), *layers)
+
+    def _buckets(self) -> Buckets:
+        assert self._program.staged is not None
+        return stage_buckets(self._program.staged, self._program.stage, self._later)
+
+    def _overlap(self, buckets: Buckets) -> Overlap:
+        """None: the room that is left between tasks of the stage is not counted."""
+        return Overlap()
 
     def begin(self) -> None:
         super().begin()

@@ -44,7 +44,6 @@ class EngineWeights:
     """`receive(layer, slot, gradient)` takes a gradient of a micro-batch. `at`: the place of each layer in the store's table."""
 
     gain = 1  # the factor of the loss whose gradients come here
-    staged = False
 
     def __init__(
         self,
@@ -65,17 +64,21 @@ class EngineWeights:
         self._receive, self._at = receive, at
         later = later_axes(lowered.pieces, accumulated=store.micro_batches > 1)
         self._later = {name: axes for name, axes in later.items() if self._own(name)}
-        # Stages of a pipeline have several micro-batches in flight, of which the count of room knows nothing.
-        buckets = Buckets() if self.staged else buckets_of(lowered.pieces[0], self._later)
+        buckets = self._buckets()
         self._room_nbytes = buckets.room_nbytes
-        overlap = Overlap() if self.staged else overlap_of(lowered.pieces[0], buckets, self._later)
-        self._together = Together(buckets, overlap, lowered.rest, comm, self._later, self._share)
+        self._together = Together(buckets, self._overlap(buckets), lowered.rest, comm, self._later, self._share)
         self._fresh: dict[int, tuple[int, int]] = {}  # by layer: the update and the fetch after which all shares were gathered
         self._waiting: dict[str, torch.Tensor] = {}  # gradients whose weights are still read, or of which more summands come
         self._seen: dict[str, int] = {}  # summands of this backward, so far
         self._here: list[str] = []  # gradients of the layer that runs
         self._layer = 0
         self._stale = [self._updated_elsewhere(layer) for layer in range(len(store.table.layers))]
+
+    def _buckets(self) -> Buckets:
+        return buckets_of(self.lowered.pieces[0], self._later)
+
+    def _overlap(self, buckets: Buckets) -> Overlap:
+        return overlap_of(self.lowered.pieces[0], buckets, self._later)
 
     @property
     def rest(self) -> Mapping[str, Rest]:

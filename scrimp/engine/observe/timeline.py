@@ -18,7 +18,7 @@ from scrimp.ledger import Ledger, Snapshot
 from scrimp.lower import Ahead, Behind, Generated, LoweredLayer, described
 
 if TYPE_CHECKING:
-    from scrimp.engine._training import Training
+    from scrimp.engine._engine import Engine
 
 AFTER, UPDATE = "after backward", "update"
 
@@ -102,8 +102,11 @@ def watching(runners: Iterable[Generated], recorder: Recorder) -> Iterator[None]
 
 
 @contextmanager
-def recording(run: Training) -> Iterator[Recorder]:
-    """Inside, steps are metered and recorded. Afterwards the ledger's peaks are those of all steps again."""
+def recording(engine: Engine) -> Iterator[Recorder]:
+    """`with recording(engine) as recorder:` records memory over the points of the steps inside, of an engine under a plan.
+    `recorder.timeline()` has it afterwards; `scrimp.rehearse` predicts the same. The ledger's peaks are then those of all steps
+    again."""
+    run = engine._run
     ledger, runners = run.ledger.device, run.under_plan.runners
     peaks, recorder = [(ledger.peak, ledger.live_peak)], Recorder(ledger, run.meter)
     run.recorder = recorder

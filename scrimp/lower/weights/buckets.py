@@ -47,14 +47,17 @@ class Buckets:
     room_nbytes: int = 0
 
 
-def buckets_of(lowered: Lowered, later: Later) -> Buckets:
-    """`later`: the axes along which a gradient is summed at the end of the step (`later_axes`)."""
-    room = rooms(lowered)
+def buckets_of(
+    lowered: Lowered, later: Later, room: dict[Pass, list[int]] | None = None, *, keeps: bool = True
+) -> Buckets:  # fmt: skip
+    """`later`: the axes along which a gradient is summed at the end of the step (`later_axes`). Of a piece of a pipeline: `room`
+    counts all micro-batches in flight (`in_flight.py`), and `keeps` says whether its backward follows its forward at once."""
+    room = rooms(lowered) if room is None else room
     found: dict[Pass, PassBuckets] = {}
     names: dict[Pass, tuple[str, ...]] = {}
     known: dict[tuple[int, tuple[int, ...]], tuple[PassBuckets, list[int]]] = {}
     last = len(lowered.layers) - 1
-    kept = _kept(lowered, room[lowered.first + last, False], room[lowered.first + last, True])
+    kept = _kept(lowered, room[lowered.first + last, False], room[lowered.first + last, True]) if keeps else frozenset()
     for k, layer in enumerate(lowered.layers):
         for backward, program in ((False, layer.ahead), (True, layer.behind)):
             key = (lowered.first + k, backward)

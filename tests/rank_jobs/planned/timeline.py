@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from scrimp import Engine, Plan
-from scrimp.engine import Timeline
+from scrimp.engine import Timeline, recording
 from scrimp.move.run import comm
 from tests.rank_jobs.planned.steps import RATES
 from tests.rank_jobs.planned_engine import model_of
@@ -41,7 +41,7 @@ def _measured(plan: Plan, model: nn.Module, batch: Callable[[int], Batch]) -> tu
     engine = Engine(model, plan=plan, optimizer=RATES[plan.optimizer], precision=plan.precision, device="cpu")
     for step in range(STEPS):
         _step(engine, batch(step))
-    with engine.recording() as recorder:
+    with recording(engine) as recorder:
         _step(engine, batch(STEPS))
     peak = engine.ledger.device.live_peak.nbytes
     engine.close()

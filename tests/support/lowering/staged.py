@@ -11,7 +11,7 @@ from torch import nn
 
 from scrimp import Mesh, Plan, plan, zoo
 from scrimp.capture import Graph
-from scrimp.lower import Communicator, Interpreter, Pipeline, Runner, Staged, later_axes
+from scrimp.lower import Communicator, Interpreter, Pipeline, Runner, Staged, later_axes, stage_buckets
 from scrimp.move import Peers
 from scrimp.planner import captured, precision_of
 from scrimp.planner.cost.zero_levels import accumulating
@@ -71,19 +71,28 @@ def parts(batch: Any, count: int) -> list[Any]:
     return [dict(zip(batch, each, strict=True)) for each in cuts] if isinstance(batch, Mapping) else cuts
 
 
+def fixed_nbytes(staged: Staged, stage: int, optimizer: str) -> int:
+    """Weights, gradients and states of a rank of a stage, in fp32."""
+    total = 0
+    for each in staged.rest[stage].values():
+        total += 4 * each.numel(each.weight, staged.mesh)
+        if each.trained:
+            total += 4 * each.numel(each.gradient, staged.mesh) + STATES[optimizer] * each.numel(each.states, staged.mesh)
+    return total
+
+
 def metered_stage(
     staged: Staged, stage: int, comm: Communicator, model: nn.Module, batch: Mapping[str, torch.Tensor], optimizer: str,
-    runner: type[Runner] = Interpreter,
+    runner: type[Runner] = Interpreter, *, together: bool = False,
 ) -> tuple[float, dict[str, torch.Tensor], int, str]:  # fmt: skip
-    """The loss, the stage's gradients, and the peak of all live storages and of what is at rest, with the place of the peak."""
+    """The loss, the stage's gradients, and the peak of all live storages and of what is at rest, with the place of the peak.
+    `together`: moves run in buckets."""
     mine = staged.names(stage)
     later = later_axes([each.lowered for each in staged.pieces[stage :: staged.stages]], accumulated=True)
-    shards = _Metered(staged.rest[stage], comm, {name: each for name, each in tensors_of(model).items() if name in mine}, later)
-    run, fixed = Pipeline(staged, stage, comm, shards, Peers(staged.mesh.size), runner), 0
-    for each in staged.rest[stage].values():
-        fixed += 4 * each.numel(each.weight, staged.mesh)
-        if each.trained:
-            fixed += 4 * each.numel(each.gradient, staged.mesh) + STATES[optimizer] * each.numel(each.states, staged.mesh)
+    whole = {name: each for name, each in tensors_of(model).items() if name in mine}
+    buckets = stage_buckets(staged, stage, later) if together else None
+    shards = _Metered(staged.rest[stage], comm, whole, later, buckets=buckets)
+    run, fixed = Pipeline(staged, stage, comm, shards, Peers(staged.mesh.size), runner), fixed_nbytes(staged, stage, optimizer)
     now = [""]
 
     def before(layer: Any, step: Any) -> None:
