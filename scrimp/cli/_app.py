@@ -287,10 +287,10 @@ def rehearse(
 ) -> None:
     """Run a rank of a plan here, without the others: memory over time, seconds.
 
-    The rank runs its real program. Other ranks do not answer: what they would
+    The rank runs its real program. There are no other ranks: what they would
     send has the right sizes, and no meaning. On meta no memory is needed and no
-    GPU: a laptop can rehearse 1,024 of them. Communication is predicted from the
-    plan's cluster.
+    GPU: a laptop can rehearse a rank of 1,024. Communication is predicted from
+    the plan's cluster.
 
     Examples
       scrimp plan gpt-tiny --cluster 8xA100-80 --mesh dp=2,tp=4 --out plan.json

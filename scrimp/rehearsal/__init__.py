@@ -7,7 +7,7 @@ Read in this order:
 
     run.py           `rehearse`, `rehearse_all`
     classes.py       ranks that take the same bytes
-    communicator.py  the ranks and stages that do not answer; predicted seconds of moves
+    communicator.py  stands for the other ranks and stages; predicted seconds of moves
     meter.py         counts storages on meta, the CPU or a GPU
     result.py        `Rehearsal`, as data, text and JSON
 """

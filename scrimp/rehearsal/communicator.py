@@ -1,4 +1,5 @@
-"""The ranks that a rehearsed rank would talk to: nobody answers, and every move is noted with its predicted seconds."""
+"""Stands for the ranks that a rehearsed rank would talk to: nothing is sent, and every move is noted with its predicted
+seconds."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Rehearsal:
     instant within the point at which most is live. `on`: where it ran. `planned_nbytes`: the peak that the plan predicts.
     `compute_seconds`: measured, None on meta. `communication_seconds`: of all moves, by the plan's cluster model.
     `overlap_seconds`: the part of communication during which operators run. `step_seconds`: what a step is expected to take.
-    `device_peak_nbytes`: of the CUDA allocator. `ranks`: all ranks with this program and these sizes, where that was asked."""
+    `device_peak_nbytes`: of the CUDA allocator. `ranks`: all ranks with this program and these sizes, in `rehearse_all`."""
 
     rank: int
     stage: int
