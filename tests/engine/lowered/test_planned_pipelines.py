@@ -10,32 +10,35 @@ from typing import Any
 import pytest
 import torch
 
-from scrimp import SGD, AdamW, Engine, Plan, zoo
+from scrimp import AdamW, Engine, Mesh, Plan, zoo
 from scrimp.ext.ranks import RankFailure, RankPool, pool
 from tests.lower import test_ranks
 from tests.rank_jobs.planned_engine import model_of
 from tests.rank_jobs.staged import odd, odd_batch, trained
+from tests.run import cases as run_cases
+from tests.run import check as run_check
 from tests.support.bounds import U
-from tests.support.lowering.staged import batch_for, parts, planned
+from tests.support.lowering.staged import batch_for, planned
 
 ROWS, MICRO, STEPS = 8, 4, 3
 JOBS, TRAIN = "tests.rank_jobs.staged", "tests.rank_jobs.planned_engine:train"
 LR, MOMENTUM = 1e-2, 0.9  # of SGD
 EIGHT = {"layers": 8}
 Case = tuple[str, int, int, str, int, str]  # family, stages, pieces a stage, mesh, hidden size, optimizer
-QUICK: list[Case] = [("gpt", 2, 1, "x=1", 32, "adamw"), ("gpt", 2, 2, "x=2", 32, "sgd")]
-FULL: list[Case] = [
-    *((family, stages, v, mesh, 32, "adamw") for family in ("gpt", "llama", "t5", "moe")
-      for stages, v, mesh in ((2, 1, "x=2"), (2, 2, "x=1"), (4, 1, "x=1"), (4, 1, "x=2"), (4, 2, "x=2"), (2, 2, "x=2,y=2"))),
-    *((family, stages, v, mesh, 256, "adamw") for family in ("gpt", "llama", "t5")
-      for stages, v, mesh in ((2, 2, "x=2"), (4, 1, "x=2"))),
-    *((family, stages, v, mesh, 32, "sgd") for family in ("gpt", "llama", "t5")
-      for stages, v, mesh in ((2, 1, "x=2"), (4, 2, "x=1"), (2, 2, "x=2,y=2"))),
-]  # fmt: skip
-
-
-def called(case: Case) -> str:
-    return "-".join(map(str, case))
+ONE: Case = ("gpt", 2, 1, "x=1", 32, "adamw")
+TWO: Case = ("gpt", 2, 2, "x=2", 32, "sgd")
+# Of the cases of `make test-run`, with fewer steps.
+QUICK = [run_cases.Case("gpt-8", "x=1", "least", "adamw", 2, 1), run_cases.Case("gpt-8", "x=2", "least", "sgd", 2, 2)]
+FULL = [
+    run_cases.Case("gpt-8", "x=2,y=2", "least", "adamw", 2, 2),
+    run_cases.Case("gpt-8-256", "x=2", "least", "adamw", 4, 1),
+    run_cases.Case("llama-8", "x=1", "fast", "sgd", 4, 2),
+    run_cases.Case("llama-8-256", "x=2", "least", "sgd", 2, 2),
+    run_cases.Case("hf-t5-8", "x=2", "least", "sgd", 2, 1),
+    run_cases.Case("hf-t5-8", "x=1", "recompute", "adamw", 4, 1),
+    run_cases.Case("moe-8", "x=2", "least", "adamw", 4, 2),
+    run_cases.Case("moe-8", "x=2,y=2", "offload", "sgd", 2, 1),
+]
 
 
 def named(family: str, dim: int = 32) -> tuple[str, dict[str, Any]]:
@@ -61,69 +64,14 @@ def run(plan: Plan, job: str, *args: Any, **kwargs: Any) -> list[Any]:
     return pool(ranks_of(plan)).run(name, plan.to_json(), *args, timeout_seconds=180, **kwargs)
 
 
-class Plainly:
-    """One process with plain PyTorch, on whole batches: the mean over equal micro-batches is the mean over the batch. Not where
-    a mixture of experts balances the load of a micro-batch: there it accumulates micro-batches."""
-
-    def __init__(self, family: str, dim: int, optimizer: str, steps: int) -> None:
-        model, count = model_of(*named(family, dim)), MICRO if family == "moe" else 1
-        own: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=AdamW().weight_decay)
-        if optimizer == "sgd":
-            own = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=SGD(lr=1.0).weight_decay)
-        self.losses: list[float] = []
-        self.norms: dict[str, float] = {}  # of each gradient, the largest of all steps
-        for step in range(steps):
-            own.zero_grad()
-            losses = []
-            for batch in parts(batch_for(family, ROWS, dim, step), count):
-                found = model(**batch) if isinstance(batch, dict) else model(*batch)
-                loss = found if isinstance(found, torch.Tensor) else found["loss"]
-                (loss / count).backward()
-                losses.append(float(loss.detach()))
-            for name, each in model.named_parameters():
-                if each.grad is not None:
-                    self.norms[name] = max(self.norms.get(name, 0.0), float(each.grad.norm()))
-            own.step()
-            self.losses.append(sum(losses) / count)
-        self.weights = {name: each.detach() for name, each in model.named_parameters()}
-
-    def bound(self, name: str) -> float:
-        """Of the error of a weight's norm under SGD. A gradient is off by 1e-5 of its norm, or of a tenth of the largest gradient
-        (tests/support/lowering/run.py, `worst_of`): in step k momentum has summed k of them with factors below 1. Weights that
-        are off so little change the next gradients by less than that again, hence the 2. Each step rounds the weight twice."""
-        steps = len(self.losses)
-        gradient = 1e-5 * max(self.norms[name], 0.1 * max(self.norms.values()))
-        return 2 * LR * gradient * steps * (steps + 1) / 2 + 2 * steps * U * float(self.weights[name].norm())
-
-
-def check(case: Case) -> None:
-    family, _, _, _, dim, optimizer = case
-    plan, (name, settings) = plan_of(case), named(family, dim)
-    wanted = Plainly(family, dim, optimizer, STEPS)
-    ran = run(plan, TRAIN, name, settings, ROWS, STEPS)
-    for losses, _, _ in ran:
-        assert losses == pytest.approx(wanted.losses, rel=1e-4)
-        assert losses == ran[0][0]
-    if optimizer == "sgd":
-        for key, weight in wanted.weights.items():
-            assert float((ran[0][1][key] - weight).norm()) <= wanted.bound(key), key
-    assert plan.schedule is not None
-    least, size = 0.98 if dim >= 256 else 0.95, plan.mesh.size
-    for s, stage in enumerate(plan.schedule.stages):
-        ledger = max((ledger for _, _, ledger in ran[s * size : (s + 1) * size]), key=lambda ledger: ledger["peak"])
-        peak, predicted = ledger["peak"], stage.memory.peak_nbytes
-        assert least * predicted <= peak <= 1.01 * predicted, f"stage {s}: {ledger['kinds']}, planned {stage.memory.where}"
-
-
-@pytest.mark.parametrize("case", QUICK, ids=called)
-def test_stages_train_as_one_process(case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", FULL, ids=called)
-def test_more_stages_train_as_one_process(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
+def test_stages_train_as_one_process(case: run_cases.Case) -> None:
+    if case.model.startswith("hf-"):
+        pytest.importorskip("transformers")
+    verdict = run_check.run(case, STEPS)
+    assert not verdict.no_plan
+    assert not verdict.faults
+    assert len(verdict.peaks) == case.stages * Mesh.parse(case.mesh).size
 
 
 @pytest.mark.full
@@ -174,7 +122,7 @@ def test_weights_on_several_stages_stay_equal_to_the_bit(case: Case, weight: str
 
 
 def test_a_stage_holds_its_own_weights_alone() -> None:
-    plan = plan_of(QUICK[0])
+    plan = plan_of(ONE)
     first, second = run(plan, "holds", *named("gpt"), ROWS)
     assert plan.schedule is not None
     assert first.keys() == second.keys()
@@ -190,7 +138,7 @@ def test_the_norm_counts_each_weight_once_and_clipping_is_exact() -> None:
     model(*batch_for("gpt", ROWS)).backward()
     wanted = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM).step()
-    ran = run(plan_of(QUICK[1]), TRAIN, *named("gpt"), ROWS, 1, clip_norm=0.1)
+    ran = run(plan_of(TWO), TRAIN, *named("gpt"), ROWS, 1, clip_norm=0.1)
     for _, _, ledger in ran:
         assert ledger["norm"] == pytest.approx(wanted, rel=1e-5)
     for name, weight in model.named_parameters():
@@ -206,7 +154,7 @@ def test_every_rank_reads_and_edits_the_weights_of_all_stages() -> None:
     name, settings = named("gpt")
     model, edited = model_of(name, settings), "blocks.7.mlp.up.weight"
     wanted = model.eval()(batch_for("gpt", 3)[0]).detach()  # type: ignore[index]
-    state, ran = model.state_dict(), run(plan_of(QUICK[0]), "reads", name, settings, ROWS, edited)
+    state, ran = model.state_dict(), run(plan_of(ONE), "reads", name, settings, ROWS, edited)
     for rank, found in enumerate(ran):
         before, after = found["outputs"]
         assert torch.allclose(before, wanted, rtol=1e-5, atol=1e-6)
@@ -255,8 +203,8 @@ def test_a_checkpoint_goes_on_under_other_stages_and_without_a_plan(case: Case, 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_not_a_number_on_one_rank_skips_the_step_on_all_stages(rank: int) -> None:
-    ran = run(plan_of(QUICK[0]), "poisoned", *named("gpt"), ROWS, rank)
-    wanted = Plainly("gpt", 32, "adamw", 1).losses
+    ran = run(plan_of(ONE), "poisoned", *named("gpt"), ROWS, rank)
+    wanted = run_check.losses_of("gpt-8", 1, 1)
     for skipped, words, loss, norm in ran:
         assert skipped == 1
         assert "is not finite; the update is skipped" in words
@@ -267,9 +215,9 @@ def test_not_a_number_on_one_rank_skips_the_step_on_all_stages(rank: int) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_budget_below_the_plan_uses_host_and_disk(on_disk: bool, tmp_path: Path) -> None:
-    wanted = Plainly("gpt", 32, "adamw", 4).losses
+    wanted = run_check.losses_of("gpt-8", 4, 1)
     disk = str(tmp_path) if on_disk else None
-    for losses, tiers, _ in run(plan_of(QUICK[0]), "tiered", *named("gpt"), ROWS, 4, 0.9, disk):
+    for losses, tiers, _ in run(plan_of(ONE), "tiered", *named("gpt"), ROWS, 4, 0.9, disk):
         assert losses == pytest.approx(wanted, rel=1e-4)
         assert "host" in tiers
 
@@ -279,7 +227,7 @@ def test_a_stage_that_does_not_fit_says_so_and_the_others_stop_in_time() -> None
     """A tenth of the plan's peak is less than what the first layer's forward takes, with its weights on the host."""
     with RankPool(2, timeout_seconds=60, collective_timeout_seconds=5) as ranks:
         with pytest.raises(RankFailure) as caught:
-            ranks.run(f"{JOBS}:tiered", plan_of(QUICK[0]).to_json(), *named("gpt"), ROWS, 1, 0.1, None)
+            ranks.run(f"{JOBS}:tiered", plan_of(ONE).to_json(), *named("gpt"), ROWS, 1, 0.1, None)
         first, second = (caught.value.failures[rank] for rank in (0, 1))
     assert "FitError: step 0 needs" in first
     assert "This is pipeline stage 0, for which the plan predicts a peak of" in first
@@ -288,7 +236,7 @@ def test_a_stage_that_does_not_fit_says_so_and_the_others_stop_in_time() -> None
 
 
 def test_what_cannot_be_done_under_stages_is_refused_with_the_remedy() -> None:
-    plan = plan_of(QUICK[0])
+    plan = plan_of(ONE)
     for backward, update, step, taken in run(plan, "by_hand", *named("gpt"), ROWS):
         for said in (backward, update):
             assert "under a plan with 2 pipeline stages is not possible" in said
@@ -298,6 +246,6 @@ def test_what_cannot_be_done_under_stages_is_refused_with_the_remedy() -> None:
 
 
 def test_another_number_of_ranks_is_refused() -> None:
-    plan = plan_of(QUICK[0])
+    plan = plan_of(ONE)
     for said in pool(4).run(f"{JOBS}:refused", plan.to_json(), *named("gpt")):
         assert said.startswith("RunError: the plan is for 2 ranks (2 stages of 1 ranks, x=1), and 4 are here")
