@@ -186,11 +186,7 @@ class Training(Between, Accumulating):
         buffers = buffers_to(model, self.device)
         self.ledger.device.charge("buffers", buffers)
         self.meter.begin()
-        for tensor in [
-            *(t for placement in self.store.placements for t in placement.tensors),
-            *self.store.flats,
-            *model.buffers(),
-        ]:
+        for tensor in [*(each for p in self.store.placements for each in p.tensors), *self.store.flats, *model.buffers()]:
             self.meter.ignore(tensor)
         self.updating = Updating(self.store, self.rules, self.meter, staged=precision != "fp32" or clip_norm is not None)
         self.store.own = self.meter.ignore
