@@ -63,12 +63,12 @@ def _messages(staged: Staged, stage: int) -> list[list[Hashable]]:
                 crossing(name, here.dtype, (), *pair, staged.mesh) for use in uses for pair in ((use, here.use), (here.use, use))
             ]
             ends += [(each.before, each.after) for each in both]
-    found = []
+    found: list[list[Hashable]] = []
     for before, after in dict.fromkeys(ends):
         row: list[list[Hashable]] = [[] for _ in range(staged.mesh.size)]
-        for each in messages(before, after, staged.mesh):
-            shape = tuple(stop - start for start, stop in each.source)
-            row[each.sender].append(("sends", shape))
-            row[each.receiver].append(("receives", shape))
-        found.append([tuple(sorted(each, key=str)) for each in row])
+        for message in messages(before, after, staged.mesh):
+            shape = tuple(stop - start for start, stop in message.source)
+            row[message.sender].append(("sends", shape))
+            row[message.receiver].append(("receives", shape))
+        found.append([tuple(sorted(parts, key=str)) for parts in row])
     return found

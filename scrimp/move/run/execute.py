@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from scrimp.layout import Box, Mesh, box_numel
-from scrimp.move.plan.routes import Routes, busiest_numel, routes
+from scrimp.move.plan.routes import SMALL_NBYTES, Routes, busiest_numel, routes
 from scrimp.move.program import Program, Step
 from scrimp.move.run import all_to_all
 from scrimp.move.run.all_to_all import Order
@@ -76,7 +76,7 @@ def execute(
             yield from _reduce_scatter(holder, part, members, rank)
     elif step.kind == "all_gather" and native:
         yield from _native_all_gather(holder, part, order(members))
-    elif step.kind == "all_gather" and met and len(members) * holder.array.nbytes <= all_to_all.SMALL_NBYTES:
+    elif step.kind == "all_gather" and met and len(members) * holder.array.nbytes <= SMALL_NBYTES:
         yield from all_to_all.small_all_gather(holder, part, order(members))
     elif step.kind == "all_to_all" and met:
         yield from all_to_all.all_to_all(holder, part, order(members), rank)
@@ -228,7 +228,7 @@ def _all_reduce(holder: Holder, members: tuple[int, ...], rank: int) -> Iterator
     """A reduce-scatter and a gather of the flat array; every member adds its part in the same order."""
     shape, me, n = holder.array.shape, members.index(rank), len(members)
     flat = contiguous(holder).view(-1)
-    if n * flat.nbytes <= all_to_all.SMALL_NBYTES:  # every member sends all to all others, and adds
+    if n * flat.nbytes <= SMALL_NBYTES:  # every member sends all to all others, and adds
         each = flat.new_empty((n, flat.numel()))
         each[me].copy_(flat)
         yield Exchange(
