@@ -70,5 +70,5 @@ def _messages(staged: Staged, stage: int) -> list[list[Hashable]]:
             shape = tuple(stop - start for start, stop in message.source)
             row[message.sender].append(("sends", shape))
             row[message.receiver].append(("receives", shape))
-        found.append([tuple(sorted(each, key=str)) for each in row])
+        found.append([tuple(sorted(parts, key=str)) for parts in row])
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from scrimp.errors import ScrimpError, check_format
@@ -59,7 +60,7 @@ class Rehearsal:
     device_peak_nbytes: int | None = None
     ranks: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def totals(self) -> tuple[int, ...]:
         """Bytes by point."""
         return tuple(map(sum, zip(*self.kinds.values(), strict=True)))

@@ -82,6 +82,8 @@ class LoneRank:
         self._residents = Residents(self.store, meter, self._retire, lambda: None)
         self.passes: PlannedPasses = planned.passes(self.store, self._residents, buffers, self._take, at)
         self.passes._model = model
+        for runner in self.runners:
+            runner.device = device  # a pipeline runs on the CPU, unless it is rehearsed
         self._order = {name: k for k, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
         self._counts: dict[str, int] = {}
         if device.type != "meta":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from scrimp.chunks import Meter
@@ -30,7 +31,7 @@ class Timeline:
     points: tuple[str, ...]
     kinds: dict[str, tuple[int, ...]]
 
-    @property
+    @cached_property
     def totals(self) -> tuple[int, ...]:
         return tuple(map(sum, zip(*self.kinds.values(), strict=True)))
 
