@@ -17,24 +17,16 @@ from scrimp.ext.ranks import pool
 from scrimp.rehearsal import Rehearsal
 from tests.engine.lowered.test_planned_pipelines import ranks_of
 from tests.rank_jobs.planned import timeline as jobs
-from tests.rank_jobs.planned_engine import model_of
 from tests.run import models
-from tests.support.lowering.staged import batch_for
 
 SECONDS = 240.0
 
 
 def differences(plan: Plan, name: str) -> list[str]:
-    """What differs between the ranks of a plan and their rehearsals: one text for each rank, empty if nothing does."""
+    """What differs between the ranks of all stages and their rehearsals: one text for each rank, empty if nothing does."""
     args, kwargs = models.batch(name)
-    ran = pool(plan.mesh.size).run(jobs.measure, plan.to_json(), name, timeout_seconds=SECONDS)
+    ran = pool(ranks_of(plan)).run(jobs.measure, plan.to_json(), name, timeout_seconds=SECONDS)
     return _all(ran, plan, models.build(name), kwargs or args)
-
-
-def staged_differences(plan: Plan, family: str, named: tuple[str, dict[str, Any]], rows: int, dim: int) -> list[str]:
-    """The same of a plan with pipeline stages."""
-    ran = pool(ranks_of(plan)).run(jobs.measure_stage, plan.to_json(), family, named, rows, dim, timeout_seconds=SECONDS)
-    return _all(ran, plan, model_of(*named), batch_for(family, rows, dim))
 
 
 def _all(ran: Sequence[tuple[Timeline, int]], plan: Plan, model: nn.Module, batch: Any) -> list[str]:
