@@ -44,7 +44,18 @@ class Rehearsal:
     instant within the point at which most is live. `on`: where it ran. `planned_nbytes`: the peak that the plan predicts.
     `compute_seconds`: measured, None on meta. `communication_seconds`: of all moves, by the plan's cluster model.
     `overlap_seconds`: the part of communication during which operators run. `step_seconds`: what a step is expected to take.
-    `device_peak_nbytes`: of the CUDA allocator. `ranks`: all ranks with this program and these sizes, in `rehearse_all`."""
+    `device_peak_nbytes`: of the CUDA allocator. `ranks`: all ranks with this program and these sizes, in `rehearse_all`.
+
+    >>> import scrimp
+    >>> from scrimp import zoo
+    >>> model, batch = zoo.build("gpt-tiny", layers=1), zoo.example_batch("gpt-tiny", batch=8)
+    >>> plan = scrimp.plan(model, batch, "2xCPU", mesh="x=2", precision="fp32", time_limit=1)
+    >>> found = scrimp.rehearse(plan, model, batch)
+    >>> found.on, found.compute_seconds
+    ('meta', None)
+    >>> scrimp.Rehearsal.from_json(found.to_json()) == found
+    True
+    """
 
     rank: int
     stage: int
