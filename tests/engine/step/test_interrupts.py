@@ -168,8 +168,8 @@ def test_closing_is_final(disk: bool, tmp_path: Path) -> None:
         for batch in batches()[:3]:
             engine.step(batch)
         want = engine.state_dict()
-        assert threads() > before
-    assert threads() == before
+        assert threads() - before
+    assert not threads() - before  # those of earlier tests may end meanwhile
     engine.close()
     for call in (
         lambda: engine.step(batches()[0]),
