@@ -110,7 +110,8 @@ def small_all_gather(holder: Holder, part: Routes, members: tuple[int, ...]) -> 
 
 def _summed(summands: torch.Tensor, numbered: tuple[int, ...], members: tuple[int, ...]) -> torch.Tensor:
     """Adds in the members' order, so that replicas in other sub-groups have the same bits, however these are numbered."""
-    in_order = summands if numbered == members else summands[[numbered.index(member) for member in members]]
+    number = {member: k for k, member in enumerate(numbered)}
+    in_order = summands if numbered == members else summands[[number[member] for member in members]]
     total = torch.sum(in_order, 0, dtype=summands.dtype)
     free(summands)
     return total
@@ -118,7 +119,8 @@ def _summed(summands: torch.Tensor, numbered: tuple[int, ...], members: tuple[in
 
 def placed(gathered: torch.Tensor, part: Routes, members: tuple[int, ...]) -> torch.Tensor:
     """The array that the members' parts make up: in place where they lie one behind the other in it."""
-    boxes = [dict(part.receives).get(member, part.kept) for member in members]
+    receives = dict(part.receives)
+    boxes = [receives.get(member, part.kept) for member in members]
     if are_in_order(part.after, boxes):
         return gathered.view(shape_of(part.after))
     out = gathered.new_empty(shape_of(part.after))
