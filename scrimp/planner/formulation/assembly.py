@@ -37,6 +37,7 @@ from scrimp.planner.formulation.builder import (
     Numbers,
     Sketch,
 )
+from scrimp.planner.formulation.gradients import draw_gradients
 from scrimp.planner.formulation.stage_boundary import NOWHERE, Outside, draw_outside
 from scrimp.planner.formulation.weight_nodes import draw_buffers, draw_weights
 from scrimp.planner.shard.layer_model import LayerModel, Read, Use
@@ -138,7 +139,7 @@ class Assembly:
                 for use in uses:
                     self._moved(k, name, k, use, name, part.count)
 
-    def _hold(self, k: int, root: str, first: int, last: int) -> None:
+    def hold(self, k: int, root: str, first: int, last: int) -> None:
         """One layer holds it from when it is made to its last use; the other layers, if it is saved, hold it all the while."""
         part = self.parts[k]
         group = part.model.makers[root]
@@ -220,31 +221,18 @@ class Assembly:
         tangents = dict(model.graph.tangents)
         for output in model.graph.outputs:
             root = model.values[output].storage
-            readers = [*self._readers(k, output)]
+            readers = [*self.readers(k, output)]
             for reader in readers:
-                name = self._input_name(reader.part, k, output)
+                name = self.input_name(reader.part, k, output)
                 self._moved(k, output, reader.part, reader.use, name, reader.copies)
                 self._gradient_back(k, tangents.get(output), reader, name)
             if root in model.lives:
                 first, last = model.lives[root]
                 # The part's last layer is modelled: its outputs go to other parts alone.
                 behind = [self.parts[r.part].point(span[1]) for r in readers if r.part != k for span in r.use.spans]
-                self._hold(k, root, part.point(first), max([part.point(last), *behind]))
+                self.hold(k, root, part.point(first), max([part.point(last), *behind]))
         inputs = dict(zip(model.borders, self.graph.layers[part.last].inputs, strict=True))
-        for name, gradient in model.graph.gradients:
-            root = model.values[gradient].storage
-            if root not in model.lives:
-                continue
-            first, last = (part.point(op) for op in model.lives[root])
-            source = inputs.get(name)
-            if source is None:
-                last += 1  # while it is reduced
-            if source is not None and source.layer is not None and self.part_of[source.layer] != k:
-                before = self.parts[self.part_of[source.layer]]
-                tangent = dict(before.model.graph.tangents).get(source.name)
-                spans = [span for use in before.model.uses.get(tangent or "", ()) for span in use.spans]
-                last = max([last, *(before.point(span[1]) for span in spans)])
-            self._hold(k, root, first, last)
+        draw_gradients(self, k, part)
         for name, source in inputs.items():
             if source.layer is None and name in model.uses and source.name not in self.outside.arrivals:
                 group = model.uses[name][0].group
@@ -254,7 +242,7 @@ class Assembly:
                     self.sketch.hold(self.nodes[k, group], *span, BUFFERS, nbytes)
                     self.sketch.must_be(*span, BUFFERS, whole_nbytes(model.values[name]))
 
-    def _readers(self, k: int, output: str) -> Iterator[Reader]:
+    def readers(self, k: int, output: str) -> Iterator[Reader]:
         """Groups of later layers that use an output of this part; within the part, all layers but the first use that of the layer
         before."""
         for other, reading in enumerate(self.parts):
@@ -265,10 +253,10 @@ class Assembly:
                     for source in self.graph.layers[layer].inputs
                 )
             if count:
-                for use in reading.model.uses.get(self._input_name(other, k, output), ()):
+                for use in reading.model.uses.get(self.input_name(other, k, output), ()):
                     yield Reader(part=other, use=use, copies=count)
 
-    def _input_name(self, reading: int, k: int, output: str) -> str:
+    def input_name(self, reading: int, k: int, output: str) -> str:
         part = self.parts[reading]
         for layer in range(part.first, part.first + part.count):
             for name, source in zip(part.model.borders, self.graph.layers[layer].inputs, strict=True):
