@@ -164,6 +164,8 @@ class StorageMeter(PlainMode):
             out = run()
         finally:
             self._inside = self._given = None
+        if (known := self._moves.get(key)) is not None:  # the first time the ranks compared their programs; ledgers remember that
+            self._most = max(self._most, known.most_nbytes)
         made, empties = out.untyped_storage(), not storage.nbytes()
         self._flash(self._most, 0 if made._cdata == storage._cdata else made.nbytes(), kind, rest)
         while self._late:

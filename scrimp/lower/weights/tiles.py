@@ -34,9 +34,14 @@ def flat_tile(whole: torch.Tensor, each: Rest, mesh: Mesh, rank: int) -> torch.T
 
 
 def padded(tile: torch.Tensor, each: Rest, mesh: Mesh) -> torch.Tensor:
-    more = each.flat_shape(mesh)[1] - tile.numel()
-    flat = tile.reshape(1, -1)
-    return torch.nn.functional.pad(flat, (0, more)) if more else flat
+    """A view of the tile where it lies flat and needs no padding, else one copy."""
+    numel = each.flat_shape(mesh)[1]
+    if numel == tile.numel():
+        return tile.reshape(1, -1)
+    flat = tile.new_empty(1, numel)
+    flat[:, : tile.numel()].view(tile.shape).copy_(tile)
+    flat[:, tile.numel() :].zero_()
+    return flat
 
 
 def gathered(comm: Communicator, share: torch.Tensor, each: Rest, over: tuple[str, ...]) -> torch.Tensor:

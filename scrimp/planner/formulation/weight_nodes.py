@@ -124,7 +124,7 @@ def _reduced(
     problem: Assembly, k: int, group: int, name: str, gradient: str, pair: tuple[int, int], choices: Sequence[tuple[int, ...]]
 ) -> None:
     """Holds what the reduction of a gradient takes, behind the operator that makes it: the summands that arrive, and a copy of a
-    gradient that does not lie in order."""
+    gradient that does not lie in order or is padded to equal shares."""
     part, model = problem.parts[k], problem.parts[k].model
     made = next((index for index, op in enumerate(model.graph.ops) if gradient in op.outputs), None)
     if made is None:
@@ -134,13 +134,14 @@ def _reduced(
     for option in problem.ways[k, group].spread(model.options[group]):
         place, of = option.needed[name], option.made.get(gradient)
         partial = of.partial if of is not None else ()
-        nbytes, row = problem.numel(place) * itemsize, []
+        numel, row = problem.numel(place), []
         for level in choices:
             axes = axes_at_rest(place.axes, level, mesh)
             over, now = axes[STATES], partial
+            copied = bool(model.values[gradient].order) or numel % prod(mesh.axis_size(axis) for axis in over) > 0
             if own and (problem.accumulated or axes[GRADIENT_AXES] != over):  # the rest is summed at the end of the step
                 over, now = axes[GRADIENT_AXES], tuple(axis for axis in partial if axis in (*axes[GRADIENT_AXES], *place.axes))
-            row.append((nbytes if now or over else 0) + (nbytes if model.values[gradient].order else 0))
+            row.append((bool(now or over) + copied) * numel * itemsize)
         rows.append(row)
     after = part.point(made) + 1
     problem.sketch.pair_hold(*pair, after, after, SCRATCH, np.array(rows, np.int64))

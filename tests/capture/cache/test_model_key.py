@@ -3,6 +3,7 @@ where a model cannot be seen through."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from scrimp import zoo
 from scrimp.capture import capture_key
 from scrimp.capture.cache.model_key import key_or_reason
-from scrimp.capture.cache.walk import NotKeyedError
+from scrimp.capture.cache.walk import NotKeyedError, Walk
 from tests.capture.cache import keyed_helper, keyed_model
 from tests.capture.cache.keyed_model import Inner, Model
 
@@ -47,19 +48,50 @@ def test_the_models_of_the_zoo_have_keys(name: str) -> None:
     assert capture_key(zoo.build(name), *BATCH) != capture_key(zoo.build(name).eval(), *BATCH)
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_another_process_makes_the_same_key(seed: str) -> None:
-    """Whatever the order of its sets, and whether it compiled the modules or read their bytecode."""
+def said(*models: nn.Module) -> list[str]:
+    """All that the walks hash, so that a difference can be read, and the keys."""
+    words: list[str] = []
+
+    class Listening(Walk):
+        def say(self, *more: Any) -> None:
+            words.append(repr(more))
+            super().say(*more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scrimp.capture.cache.model_key.Walk", Listening)
+        keys = [key(model) for model in models]
+    return [*words, *keys]
+
+
+def said_in_a_new_process(*flags: str, seed: str) -> list[str]:
+    """Not in this one: other tests may have built models of transformers, which puts a method into `nn.Module`."""
     code = (
-        "import sys; from scrimp import zoo\n"
+        "import json, sys; from scrimp import zoo\n"
         "from scrimp.capture import capture_key; from tests.capture.cache.keyed_model import Model\n"
-        f"print(capture_key(Model(), *{BATCH!r}), capture_key(zoo.build('gpt-tiny'), *{BATCH!r}))\n"
-        "assert 'torch._dynamo' not in sys.modules and 'torch._functorch.aot_autograd' not in sys.modules"
+        f"keys = [capture_key(Model(), *{BATCH!r}), capture_key(zoo.build('gpt-tiny'), *{BATCH!r})]\n"
+        "assert 'torch._dynamo' not in sys.modules and 'torch._functorch.aot_autograd' not in sys.modules\n"
+        "from tests.capture.cache.test_model_key import said\n"
+        "words = said(Model(), zoo.build('gpt-tiny'))\n"
+        "assert words[-2:] == keys\n"
+        "print(json.dumps(words))"
     )
-    command = [sys.executable, *(["-B"] if seed == "1" else []), "-c", code]
     environment = {**os.environ, "PYTHONHASHSEED": seed}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split() == [key(Model()), key(zoo.build("gpt-tiny"))]
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_another_process_makes_the_same_key() -> None:
+    """Whatever the order of its sets, and whether it compiled the modules or read their bytecode."""
+    one, other = said_in_a_new_process("-B", seed="1"), said_in_a_new_process(seed="2")
+    assert [pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]][:3] == []
+    assert one == other
+
+
+def test_a_method_that_others_put_into_torchs_classes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(Model())
+    monkeypatch.setattr(nn.Module, "smart_apply", other_forward, raising=False)
+    assert key(Model()) != before
 
 
 def other_forward(self: Model, x: Tensor) -> Tensor:
