@@ -73,6 +73,16 @@ class Hardware:
         return self.nodes * self.devices_per_node
 
     @property
+    def memory_rate(self) -> float:
+        """Bytes per second of device memory at its reachable share."""
+        return self.device_memory * self.shares.memory
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes per second between host and device, one way, at its reachable share."""
+        return self.host_link * self.shares.link
+
+    @property
     def inside_link(self) -> Link:
         """The link inside a node at its reachable share."""
         return self._shared(self.inside)
@@ -88,7 +98,7 @@ class Hardware:
         """Seconds of an operator with so many FLOPs in this dtype and so many bytes of memory traffic: the longer of the two,
         plus the launch."""
         peak = self.bf16_flops if dtype in HALF else self.fp32_flops
-        return max(flops / (peak * self.shares.matmul), nbytes / (self.device_memory * self.shares.memory)) + self.launch_seconds
+        return max(flops / (peak * self.shares.matmul), nbytes / self.memory_rate) + self.launch_seconds
 
     def to_data(self) -> dict[str, Any]:
         return asdict(self)

@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from scrimp.engine.lowered.lone_rank import LoneRank, stage_of
     from scrimp.engine.lowered.passes import MeteredRanks
     from scrimp.engine.observe.progress import Progress
-    from scrimp.engine.observe.timeline import Recorder, Timeline, recording
+    from scrimp.engine.observe.timeline import Points, Recorder, Timeline, recording
     from scrimp.engine.schedule.probe import probe
     from scrimp.engine.setup.budget import Memory, available_host_nbytes
 
 __all__ = [
-    "Engine", "LoneRank", "Memory", "MeteredRanks", "Progress", "Recorder", "Timeline", "available_host_nbytes",
-    "chunked_cross_entropy", "probe", "recording", "stage_of",
+    "Engine", "LoneRank", "Memory", "MeteredRanks", "Points", "Progress", "Recorder", "Timeline",
+    "available_host_nbytes", "chunked_cross_entropy", "probe", "recording", "stage_of",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -63,6 +63,7 @@ __getattr__ = lazily(
         "LoneRank": "scrimp.engine.lowered.lone_rank",
         "stage_of": "scrimp.engine.lowered.lone_rank",
         "MeteredRanks": "scrimp.engine.lowered.passes",
+        "Points": "scrimp.engine.observe.timeline",
         "Recorder": "scrimp.engine.observe.timeline",
         "Timeline": "scrimp.engine.observe.timeline",
         "recording": "scrimp.engine.observe.timeline",

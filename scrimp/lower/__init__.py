@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from scrimp.lower.run import Runner, Slots
     from scrimp.lower.source import Generated
     from scrimp.lower.stages import Staged, crossing, lower_stages, messages
-    from scrimp.lower.steps import Ahead, Behind, described
+    from scrimp.lower.steps import Ahead, Behind, Call, Fetch, Offload, described
     from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
     from scrimp.lower.weights.in_flight import stage_buckets
     from scrimp.lower.weights.joined import shared_together, summed_together
@@ -57,13 +57,16 @@ __all__ = [
     "Arrived",
     "Behind",
     "Buckets",
+    "Call",
     "Communicator",
+    "Fetch",
     "Generated",
     "Handle",
     "Interpreter",
     "LayerModule",
     "Lowered",
     "LoweredLayer",
+    "Offload",
     "Overlap",
     "Pipeline",
     "Ranks",
@@ -120,6 +123,9 @@ __getattr__ = lazily(
         "Slots": "scrimp.lower.run",
         "Ahead": "scrimp.lower.steps",
         "Behind": "scrimp.lower.steps",
+        "Call": "scrimp.lower.steps",
+        "Fetch": "scrimp.lower.steps",
+        "Offload": "scrimp.lower.steps",
         "described": "scrimp.lower.steps",
         "Generated": "scrimp.lower.source",
         "Staged": "scrimp.lower.stages",

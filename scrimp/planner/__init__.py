@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from scrimp.planner.answers.what_if import change_of
     from scrimp.planner.api import captured, captured_for, limit_of, plan
     from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, baseline_plan, compare
-    from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, WEIGHTS, axes_at_rest, precision_of
+    from scrimp.planner.cost.operator_work import OperatorWork, work_of
+    from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, UPDATE_NBYTES, WEIGHTS, axes_at_rest, precision_of
     from scrimp.planner.formulation.assembly import Assembly
     from scrimp.planner.formulation.on_mesh import Layers, OnMesh
     from scrimp.planner.pipeline.plan import schedules
@@ -57,12 +58,12 @@ if TYPE_CHECKING:
     from scrimp.planner.validate import check_names
 
 __all__ = [
-    "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "WEIGHTS", "Assembly",
-    "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "PairHold", "Phase",
-    "Piece", "Placed", "Plan", "PlannedGroup", "PlannedLayers", "Problem", "Solution", "Task", "axes_at_rest",
-    "baseline_plan", "between", "captured", "captured_for", "change_of", "check_names", "common", "compare", "evaluate",
-    "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "piece", "placed", "plan",
-    "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "tasks", "unsplit", "whole_mesh",
+    "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "UPDATE_NBYTES", "WEIGHTS",
+    "Assembly", "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "OperatorWork",
+    "PairHold", "Phase", "Piece", "Placed", "Plan", "PlannedGroup", "PlannedLayers", "Problem", "Solution", "Task",
+    "axes_at_rest", "baseline_plan", "between", "captured", "captured_for", "change_of", "check_names", "common", "compare",
+    "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "piece", "placed", "plan",
+    "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "tasks", "unsplit", "whole_mesh", "work_of",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -93,6 +94,9 @@ __getattr__ = lazily(
         "GRADIENTS": "scrimp.planner.cost.zero_levels",
         "STATES": "scrimp.planner.cost.zero_levels",
         "WEIGHTS": "scrimp.planner.cost.zero_levels",
+        "UPDATE_NBYTES": "scrimp.planner.cost.zero_levels",
+        "OperatorWork": "scrimp.planner.cost.operator_work",
+        "work_of": "scrimp.planner.cost.operator_work",
         "axes_at_rest": "scrimp.planner.cost.zero_levels",
         "precision_of": "scrimp.planner.cost.zero_levels",
         "schedules": "scrimp.planner.pipeline.plan",

@@ -8,6 +8,8 @@ Read in this order:
     run.py           `rehearse`, `rehearse_all`
     classes.py       ranks that take the same bytes
     communicator.py  stands for the other ranks and stages; predicted seconds of moves
+    predict.py       predicted seconds of operators, copies and the update
+    clock.py         what happens in a step, in order; the step time if operators and moves have a queue each
     meter.py         counts storages on meta, the CPU or a GPU
     result.py        `Rehearsal`, as data, text and JSON
 """
@@ -19,16 +21,18 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
+    from scrimp.rehearsal.clock import ComputeTime
     from scrimp.rehearsal.result import AliveTensor, Rehearsal, RehearsedPeak
     from scrimp.rehearsal.run import rehearse, rehearse_all
 
-__all__ = ["AliveTensor", "Rehearsal", "RehearsedPeak", "rehearse", "rehearse_all"]
+__all__ = ["AliveTensor", "ComputeTime", "Rehearsal", "RehearsedPeak", "rehearse", "rehearse_all"]
 
 __getattr__ = lazily(
     __name__,
     {
         "rehearse": "scrimp.rehearsal.run",
         "rehearse_all": "scrimp.rehearsal.run",
+        "ComputeTime": "scrimp.rehearsal.clock",
         "AliveTensor": "scrimp.rehearsal.result",
         "RehearsedPeak": "scrimp.rehearsal.result",
         "Rehearsal": "scrimp.rehearsal.result",

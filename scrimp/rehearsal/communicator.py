@@ -1,9 +1,9 @@
-"""Stands for the ranks that a rehearsed rank would talk to: nothing is sent, and every move is noted with its predicted
-seconds."""
+"""Stands for the ranks that a rehearsed rank would talk to: nothing is sent, and the clock hears of every move and of its
+predicted seconds."""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,73 +13,80 @@ from scrimp.engine import MeteredRanks
 from scrimp.layout import Mesh
 from scrimp.lower import Handle
 from scrimp.move import LoneComm, Peers, Program, seconds_on
+from scrimp.rehearsal.clock import Clock
 
 
 class StubRanks(MeteredRanks):
-    """`native`: as ranks on CUDA. `seconds`: predicted, of all moves since it was set. `spent`: measured, of what this rank did
-    for them, which the network would do."""
+    """`native`: as ranks on CUDA. `programs`: of all moves so far, by hash."""
 
-    def __init__(self, mesh: Mesh, rank: int, cluster: Cluster, *, native: bool) -> None:
+    def __init__(self, mesh: Mesh, rank: int, cluster: Cluster, clock: Clock, *, native: bool) -> None:
         super().__init__(mesh, rank, LoneComm(mesh, rank, native=native))
         self.native = native
-        self.seconds = self.spent = 0.0
-        self._cluster = cluster.on(mesh)
-        self.programs: dict[str, Program] = {}  # of all moves so far
+        self.programs: dict[str, Program] = {}
+        self._cluster, self._clock = cluster.on(mesh), clock
         self._costs: dict[str, float] = {}
 
     def move(self, program: Program, local: torch.Tensor, *, donate: bool) -> torch.Tensor:
-        begin = self._predict(program, local)
+        self._clock.enter()
         found = super().move(program, local, donate=donate)
-        self.spent += _now(local) - begin
+        self._clock.moved(self._seconds(program))
         return found
 
     def start(self, program: Program, local: torch.Tensor, *, donate: bool) -> Handle:
         """Under way, as in every step but the first, which has compared the programs of all ranks."""
         if not program.steps:
             return super().start(program, local, donate=donate)
-        begin = self._predict(program, local)
+        self._clock.enter()
         with self.group.having_agreed(program):
             found = self.under_way(program, local, donate=donate)
-        self.spent += _now(local) - begin
-        return found
+        return OnItsWay(found.wait, self._clock, self._seconds(program))
 
-    def _predict(self, program: Program, local: torch.Tensor) -> float:
-        """Adds the seconds of a move. Returns the time."""
+    def _seconds(self, program: Program) -> float:
         if program.hash not in self._costs:
             self.programs[program.hash] = program
             self._costs[program.hash] = seconds_on(program, self._cluster)
-        self.seconds += self._costs[program.hash]
-        return _now(local)
+        return self._costs[program.hash]
 
     def has_met(self, key: tuple[int, str]) -> bool:
         """The ledger of CPU ranks has what moves take when they run for the first time; that of a GPU what they take later."""
         return bool(self.native)
 
 
+class OnItsWay:
+    """A move, or a message, that has started and is waited for later."""
+
+    def __init__(self, finish: Callable[[], Any], clock: Clock, seconds: float) -> None:
+        self._finish, self._clock, self._number = finish, clock, clock.started(seconds)
+
+    def wait(self) -> Any:
+        self._clock.enter()
+        made = self._finish()
+        self._clock.waited(self._number)
+        return made
+
+
 class StubPeers(Peers):
     """The ranks of other pipeline stages. Messages have one link: the slowest of the cluster."""
 
-    def __init__(self, mesh: Mesh, cluster: Cluster) -> None:
+    def __init__(self, mesh: Mesh, cluster: Cluster, clock: Clock) -> None:
         super().__init__(mesh.size)
-        self.seconds, self._link = 0.0, cluster.default
+        self._link, self._clock = cluster.default, clock
 
     def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
         return _Arrived()
 
     def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
-        self.seconds += self._link.latency_seconds + tensor.nbytes / self._link.bytes_per_second
+        self._clock.enter()
         tensor.zero_()
-        return _Arrived()
+        return OnItsWay(lambda: None, self._clock, self._seconds(tensor))
 
     def spread(self, tensor: torch.Tensor, stage: int) -> None:
-        self.seconds += self._link.latency_seconds + tensor.nbytes / self._link.bytes_per_second
+        self._clock.enter()
+        self._clock.moved(self._seconds(tensor))
+
+    def _seconds(self, tensor: torch.Tensor) -> float:
+        return self._link.latency_seconds + tensor.nbytes / self._link.bytes_per_second
 
 
 class _Arrived:
     def wait(self) -> None: ...
-
-
-def _now(tensor: torch.Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()

@@ -10,8 +10,9 @@ from typing import Any
 
 from scrimp.errors import ScrimpError, check_format
 from scrimp.ledger import format_nbytes
+from scrimp.rehearsal.clock import ComputeTime
 
-FORMAT, VERSION = "scrimp.rehearsal", 1
+FORMAT, VERSION = "scrimp.rehearsal", 2
 SHOWN = 8  # tensors in the summary
 
 
@@ -42,8 +43,10 @@ class RehearsedPeak:
 class Rehearsal:
     """A step of one rank. `points` are the steps of its program in order. `kinds`: the bytes of each kind by point, at the
     instant within the point at which most is live. `on`: where it ran. `planned_nbytes`: the peak that the plan predicts.
-    `compute_seconds`: measured, None on meta. `communication_seconds`: of all moves, by the plan's cluster model.
-    `overlap_seconds`: the part of communication during which operators run. `step_seconds`: what a step is expected to take.
+    `compute_seconds`: of operators and the update, measured, None on meta; `predicted_seconds`: the same by the plan's cluster
+    model. `communication_seconds`: of all moves, by that model. `overlap_seconds`: the part of communication during which
+    operators run. `step_seconds`: what a step is expected to take. `layers`: compute by class of layers and pass, named by the
+    first layer; `operators`: by class of operators.
     `device_peak_nbytes`: of the CUDA allocator. `ranks`: all ranks with this program and these sizes, in `rehearse_all`.
 
     >>> import scrimp
@@ -65,9 +68,12 @@ class Rehearsal:
     peak: RehearsedPeak
     planned_nbytes: int
     compute_seconds: float | None
+    predicted_seconds: float
     communication_seconds: float
     overlap_seconds: float
     step_seconds: float
+    layers: tuple[ComputeTime, ...] = ()
+    operators: tuple[ComputeTime, ...] = ()
     device_peak_nbytes: int | None = None
     ranks: tuple[int, ...] = ()
 
@@ -97,6 +103,8 @@ class Rehearsal:
                     "points": tuple(data["points"]),
                     "kinds": {kind: tuple(row) for kind, row in data["kinds"].items()},
                     "ranks": tuple(data["ranks"]),
+                    "layers": tuple(ComputeTime(**each) for each in data["layers"]),
+                    "operators": tuple(ComputeTime(**each) for each in data["operators"]),
                 },
                 peak=RehearsedPeak(**peak, alive=alive),
             )
@@ -120,6 +128,14 @@ class Rehearsal:
             rest = sum(each.nbytes for each in peak.alive[SHOWN:])
             lines.append(f"  alive     {format_nbytes(rest):>12}  in {len(peak.alive) - SHOWN} more tensors")
         measured = "not measured" if self.compute_seconds is None else f"{self.compute_seconds:.4g} s measured"
-        lines.append(f"compute   {measured}; communication {self.communication_seconds:.4g} s predicted")
+        lines.append(f"compute   {measured}, {self.predicted_seconds:.4g} s predicted")
+        lines += [
+            f"  {each.name:<24}{each.measured_seconds:>10.4g} s, {each.predicted_seconds:.4g} s predicted"
+            for each in self.operators
+            if each.measured_seconds is not None and each.predicted_seconds
+        ]
+        lines.append(
+            f"moves     {self.communication_seconds:.4g} s predicted, of which {self.overlap_seconds:.4g} s beside operators"
+        )
         lines.append(f"step      {self.step_seconds:.4g} s expected")
         return "\n".join(lines)

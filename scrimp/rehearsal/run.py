@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,13 +12,15 @@ from torch import nn
 
 from scrimp.chunks import SGD, AdamW, Optimizer
 from scrimp.cluster import Cluster
-from scrimp.engine import LoneRank, Recorder, Timeline, available_host_nbytes, stage_of
+from scrimp.engine import LoneRank, Points, Recorder, Timeline, available_host_nbytes, stage_of
 from scrimp.errors import FitError, RunError
 from scrimp.ledger import Books, Ledger, format_nbytes
 from scrimp.planner import Plan
 from scrimp.rehearsal.classes import classes
+from scrimp.rehearsal.clock import Clock, StepTime
 from scrimp.rehearsal.communicator import StubPeers, StubRanks
 from scrimp.rehearsal.meter import StorageMeter
+from scrimp.rehearsal.predict import TimedPoints
 from scrimp.rehearsal.result import AliveTensor, Rehearsal, RehearsedPeak
 
 DEVICES = ("meta", "cpu", "cuda")
@@ -82,18 +83,18 @@ def _rehearsed(
     books = Books(device=Ledger(tier=on))
     # Operators without a device make small tensors on the CPU, also under meta: ranks on the CPU count them.
     meter = StorageMeter(books.device, on, *(["cpu"] if on == "meta" and not native else []))
-    comm = StubRanks(plan.mesh, inside, cluster, native=native)
-    peers = StubPeers(plan.mesh, cluster) if plan.schedule is not None and len(plan.schedule.stages) > 1 else None
+    clock = Clock(device)
+    comm = StubRanks(plan.mesh, inside, cluster, clock, native=native)
+    peers = StubPeers(plan.mesh, cluster, clock) if plan.schedule is not None and len(plan.schedule.stages) > 1 else None
     lone = LoneRank(
         plan, model, rank=rank, optimizer=optimizer or OPTIMIZERS[plan.optimizer], device=device, comm=comm, peers=peers,
         meter=meter, books=books, staged=plan.precision != "fp32" and not native,
     )  # fmt: skip
-    recorder = Recorder(books.device, meter, partial(_number, meter))
+    recorder, timed = Recorder(books.device, meter, partial(_number, meter)), TimedPoints(clock, cluster, lone)
     try:
         args, kwargs = _given(batch, device)
-        lone.step(args, kwargs, recorder)
-        communication = comm.seconds + (peers.seconds if peers is not None else 0.0)
-        compute, allocated = (None, None) if on == "meta" else _timed(lone, comm, args, kwargs, device)
+        lone.step(args, kwargs, Both(recorder, timed), metered=True)
+        took, allocated = (clock.result(), None) if on == "meta" else _timed(lone, timed, clock, args, kwargs, device)
     except torch.cuda.OutOfMemoryError as error:
         raise FitError(f"rank {rank} does not fit on this GPU: {error}; rehearse on='meta'", tier="device") from error
     finally:
@@ -102,8 +103,10 @@ def _rehearsed(
     return (
         Rehearsal(
             rank=rank, stage=stage, on=on, points=timeline.points, kinds=timeline.kinds, peak=_peak(timeline, meter),
-            planned_nbytes=lone.program.peak_nbytes, compute_seconds=compute, communication_seconds=communication,
-            overlap_seconds=0.0, step_seconds=_step_seconds(plan, compute, communication), device_peak_nbytes=allocated,
+            planned_nbytes=lone.program.peak_nbytes, compute_seconds=None if on == "meta" else took.compute,
+            predicted_seconds=sum(each.predicted_seconds for each in took.layers),
+            communication_seconds=took.communication, overlap_seconds=took.overlap, step_seconds=_with_bubble(plan, took.step),
+            layers=took.layers, operators=took.operators, device_peak_nbytes=allocated,
         ),
         lone,
         comm,
@@ -163,29 +166,38 @@ def _given(batch: Batch, device: torch.device) -> tuple[tuple[Any, ...], dict[st
 
 
 def _timed(
-    lone: LoneRank, comm: StubRanks, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[float, int | None]:
-    """Seconds of operators and of the update, without moves; and the peak of the CUDA allocator."""
+    lone: LoneRank, timed: TimedPoints, clock: Clock, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[StepTime, int | None]:
+    """The fastest of some steps, and the peak of the CUDA allocator."""
     found = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(TIMED):
-        comm.spent, begin = 0.0, _now(device)
-        lone.step(args, kwargs)
-        found.append(_now(device) - begin - comm.spent)
-    return min(found), torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        lone.step(args, kwargs, timed, metered=False)
+        found.append(clock.result())
+    fastest = min(found, key=lambda each: each.compute)
+    return fastest, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _with_bubble(plan: Plan, seconds: float) -> float:
+    """A pipeline stage also waits for others, as long as the plan predicts."""
+    return seconds / (1 - plan.schedule.bubble) if plan.schedule is not None else seconds
 
 
-def _step_seconds(plan: Plan, compute: float | None, communication: float) -> float:
-    """Moves and operators run one after the other. A pipeline stage also waits for others, as long as the plan predicts. Without
-    a measurement it is the plan's prediction."""
-    if compute is None:
-        return plan.seconds
-    bubble = plan.schedule.bubble if plan.schedule is not None else 0.0
-    return (compute + communication) / (1 - bubble)
+class Both:
+    """Tells two of every point."""
+
+    def __init__(self, one: Points, other: Points) -> None:
+        self._both = one, other
+
+    def begin(self) -> None:
+        for each in self._both:
+            each.begin()
+
+    def watch(self, runner: Any, layer: Any, program: Any, number: int) -> None:
+        for each in self._both:
+            each.watch(runner, layer, program, number)
+
+    def end(self, name: str) -> None:
+        for each in self._both:
+            each.end(name)

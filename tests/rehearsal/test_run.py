@@ -70,7 +70,6 @@ def test_for_real_on_the_cpu_it_takes_the_same_bytes(way: str, model: nn.Module)
     assert here.kinds == there.kinds
     assert here.compute_seconds is not None
     assert here.compute_seconds > 0
-    assert here.step_seconds == here.compute_seconds + here.communication_seconds
 
 
 @pytest.mark.parametrize(("name", "mesh", "way"), [("bert-tiny", "x=2,y=2", "tp-sp"), ("resnet-tiny", "x=2,y=2,z=2", "least")])

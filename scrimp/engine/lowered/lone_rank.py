@@ -8,7 +8,7 @@ All model data is on the device, as it is where a plan fits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from scrimp.engine.lowered.passes import MeteredRanks, PlannedPasses
 from scrimp.engine.lowered.program import check_settings, lowered_program, micro_batches_of, stages_of
 from scrimp.engine.lowered.rank import PlannedRank
 from scrimp.engine.lowered.table import planned_table
-from scrimp.engine.observe.timeline import AFTER, UPDATE, Recorder, watching
+from scrimp.engine.observe.timeline import AFTER, UPDATE, Points, watching
 from scrimp.engine.setup.param_groups import named
 from scrimp.engine.step.context import StepContext
 from scrimp.engine.step.phase import Phase
@@ -104,16 +104,16 @@ class LoneRank:
 
     # The step, as in `Training`.
 
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Recorder | None = None) -> None:
-        """Forward and backward of all micro-batches, then the update. Metered if there is a recorder."""
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], points: Points, *, metered: bool) -> None:
+        """Forward and backward of all micro-batches, then the update."""
         self._rules.begin(self.steps, self._rules.first)
         self.current = StepContext()
         todo = self.passes.parts(self, args, kwargs, self.micro_batches)
         losses = []
-        with self.meter if recorder is not None else nullcontext(), self._factories(), _watched(self.runners, recorder):
+        with self.meter if metered else nullcontext(), self._factories(), watching(self.runners, points):
             self._residents.enter(Phase.FORWARD)
             try:
-                self._residents.begin_step(self.steps, None, metering=recorder is not None)
+                self._residents.begin_step(self.steps, None, metering=metered)
                 for k, run_part in enumerate(todo):
                     self.current.last_part = k == len(todo) - 1
                     losses.append(run_part())
@@ -122,11 +122,9 @@ class LoneRank:
             finally:
                 self._residents.enter(Phase.IDLE)
         losses.clear()
-        if recorder is not None:
-            recorder.end(AFTER)
+        points.end(AFTER)
         self._finish()
-        if recorder is not None:
-            recorder.end(UPDATE)
+        points.end(UPDATE)
         self.steps += 1
 
     def _factories(self) -> Any:
@@ -178,15 +176,6 @@ class Buffers(nn.Module):
 
     def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._names.items()
-
-
-@contextmanager
-def _watched(runners: list[Generated], recorder: Recorder | None) -> Iterator[None]:
-    if recorder is None:
-        yield
-        return
-    with watching(runners, recorder):
-        yield
 
 
 def precision_of(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from scrimp.chunks import Meter
 from scrimp.ledger import Ledger, Snapshot
@@ -88,13 +88,23 @@ def _said(layer: LoweredLayer, program: Ahead | Behind, number: int) -> str:
     return f"{where}, {target or described(step, layer.names)}"
 
 
+class Points(Protocol):
+    """Hears of the points of a step, in order: `Recorder`, or a rehearsal's clock."""
+
+    def begin(self) -> None: ...
+
+    def watch(self, _: Generated, layer: LoweredLayer, program: Ahead | Behind, number: int) -> None: ...
+
+    def end(self, name: str) -> None: ...
+
+
 @contextmanager
-def watching(runners: Iterable[Generated], recorder: Recorder) -> Iterator[None]:
+def watching(runners: Iterable[Generated], points: Points) -> Iterator[None]:
     """Inside, every step of the program ends a point."""
     runners = [*runners]
-    recorder.begin()
+    points.begin()
     for runner in runners:
-        runner.watch = recorder.watch
+        runner.watch = points.watch
     try:
         yield
     finally:

@@ -49,9 +49,7 @@ class OnMesh:
         hardware = here.hardware
         assert hardware is not None
         self.moves = Moves(AxisWise(mesh, here))
-        self.rates = Rates(
-            memory=hardware.device_memory * hardware.shares.memory, host_link=hardware.host_link * hardware.shares.link
-        )
+        self.rates = Rates(memory=hardware.memory_rate, host_link=hardware.host_rate)
         self._work = here.compute_seconds
         self._options: dict[tuple[int, int, Split], Option] = {}
 

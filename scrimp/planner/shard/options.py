@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
 
 from scrimp.capture import LayerGraph, Value
 from scrimp.layout import Mesh
 from scrimp.move import ITEMSIZE
-from scrimp.planner.cost.operator_classes import class_of
+from scrimp.planner.cost.operator_work import work_of
 from scrimp.planner.shard.op_groups import Dims, Group
 from scrimp.planner.shard.placement import Placed, placed
 
@@ -86,23 +85,19 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
                 # The summands of an all-reduce are as large as the tensor.
                 staging[member.op] = max(staging.get(member.op, 0), now[name].numel(sizes) * _itemsize(values[name]))
                 made[name] = now[name] = now[name].complete()  # from here on it is reduced for all users
-        split_over = prod(sizes[axis] for atom in member.atoms for axis in axes.get(atom, ()))
-        touched = 0
-        for name, dims in zip(op.inputs, member.inputs, strict=True):
-            touched += place(dims).numel(sizes) * _itemsize(values[name])
-        alone = True  # has only views of its inputs
         for result, of_result in zip(op.outputs, member.outputs, strict=True):
             if result is None or of_result is None:
                 continue
             inside = {atom for dim in of_result for atom in dim}
             summed = {axis for atom in member.sums - inside for axis in axes.get(atom, ())}
             made[result] = now[result] = place(of_result, (*{*summed, *through},))
-            if values[result].storage == result:
-                alone = False
-                touched += now[result].numel(sizes) * _itemsize(values[result])
-        if not alone:
-            dtype = values[next(name for name in (*op.outputs, *op.inputs) if name is not None)].dtype
-            work_seconds += work(op.flops / split_over, touched, dtype, class_of(op))
+        results = [
+            None if name is None or dims is None else now[name] for name, dims in zip(op.outputs, member.outputs, strict=True)
+        ]
+        split_over = [axis for atom in member.atoms for axis in axes.get(atom, ())]
+        mine = work_of(op, values, [place(dims) for dims in member.inputs], results, split_over, sizes)
+        if mine is not None:
+            work_seconds += work(mine.flops, mine.nbytes, mine.dtype, mine.operators)
         for atom, of, itemsize, times in member.talks:
             if atom in axes:
                 tensor = place(tuple((each,) for each in of), axes[atom])
