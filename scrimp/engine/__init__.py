@@ -47,12 +47,13 @@ if TYPE_CHECKING:
     from scrimp.engine.lowered.passes import MeteredRanks
     from scrimp.engine.observe.progress import Progress
     from scrimp.engine.observe.timeline import Points, Recorder, Timeline, recording
+    from scrimp.engine.schedule.operator_probe import probe_operators
     from scrimp.engine.schedule.probe import probe
     from scrimp.engine.setup.budget import Memory, available_host_nbytes
 
 __all__ = [
     "Engine", "LoneRank", "Memory", "MeteredRanks", "Points", "Progress", "Recorder", "Timeline",
-    "available_host_nbytes", "chunked_cross_entropy", "probe", "recording", "stage_of",
+    "available_host_nbytes", "chunked_cross_entropy", "probe", "probe_operators", "recording", "stage_of",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -69,6 +70,7 @@ __getattr__ = lazily(
         "recording": "scrimp.engine.observe.timeline",
         "Progress": "scrimp.engine.observe.progress",
         "probe": "scrimp.engine.schedule.probe",
+        "probe_operators": "scrimp.engine.schedule.operator_probe",
         "Memory": "scrimp.engine.setup.budget",
         "available_host_nbytes": "scrimp.engine.setup.budget",
     },
@@ -83,9 +85,9 @@ def _probe(device: str | None, disk: str | Path | None) -> Machine:
 
 
 def _probe_operators(device: str | None) -> Operators:
-    from scrimp.engine.schedule.operator_probe import probe_operators
+    from scrimp.engine.schedule.operator_probe import probe_operators as measured
 
-    return probe_operators(device)
+    return measured(device)
 
 
 register_measure(_probe, _probe_operators)
