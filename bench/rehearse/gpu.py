@@ -168,7 +168,8 @@ def operators_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def misordered(rows: Sequence[dict[str, Any]], by: str) -> list[str]:
-    """Pairs of plans of one model whose measured seconds differ by more than `FAR`, and are ordered otherwise by the predicted."""
+    """Pairs of plans of one model whose measured seconds differ by more than `FAR`, and whose predicted ones are ordered
+    otherwise."""
     found = []
     for one, other in combinations(rows, 2):
         if one["model"] == other["model"]:

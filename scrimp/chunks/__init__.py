@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from scrimp.chunks.meter.dispatch_private import PlainMode, Unseen, detached
     from scrimp.chunks.meter.protocol import Meter
     from scrimp.chunks.schedule.eviction import Schedule, ScheduleStep, least_fetched_nbytes
+    from scrimp.chunks.schedule.occupy_private import occupy
     from scrimp.chunks.schedule.placement_search import Choice, choose_placement
     from scrimp.chunks.schedule.rates import Copies, HostUpdate, device_memory, measure_rates, quickest, settle
     from scrimp.chunks.schedule.step_cost import LayerCost, Rates
@@ -67,9 +68,9 @@ __all__ = [
     "Schedule", "ScheduleStep", "Shards", "Share", "Slot", "Spans", "Store", "StreamedUpdate", "Tier", "Tiling", "Unseen",
     "Updater", "Wire", "Worker", "arena", "build_table", "check_optimizer", "choose_placement", "coder_numel", "detached",
     "device_kernel", "device_memory", "gradient_norm", "host_kernel", "kernel_or_reason", "least_fetched_nbytes",
-    "load_library", "measure_rates", "open_direct", "optimized", "placement_nbytes", "quickest", "rate", "region_requests",
-    "settings_by_group", "settle", "stage_numel", "stages_nbytes", "state_fields", "tile_numel", "triton_at_hand",
-    "update_kinds", "update_tiles", "why_no_device_kernel", "why_no_host_kernel",
+    "load_library", "measure_rates", "occupy", "open_direct", "optimized", "placement_nbytes", "quickest", "rate",
+    "region_requests", "settings_by_group", "settle", "stage_numel", "stages_nbytes", "state_fields", "tile_numel",
+    "triton_at_hand", "update_kinds", "update_tiles", "why_no_device_kernel", "why_no_host_kernel",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -103,6 +104,7 @@ __getattr__ = lazily(
         "measure_rates": "scrimp.chunks.schedule.rates",
         "quickest": "scrimp.chunks.schedule.rates",
         "settle": "scrimp.chunks.schedule.rates",
+        "occupy": "scrimp.chunks.schedule.occupy_private",
         "LayerCost": "scrimp.chunks.schedule.step_cost",
         "Rates": "scrimp.chunks.schedule.step_cost",
         "PAGE": "scrimp.chunks.spill.direct_io",

@@ -20,7 +20,10 @@ BY_FLOPS = (
     "matmul", "attention", "attention, backward", "causal attention", "causal attention, backward", "convolution",
     "convolution, backward",
 )  # fmt: skip
-BY_BYTES = ("normalization", "normalization, backward", "softmax", "lookup", "reduction", "pointwise")
+BY_BYTES = (
+    "normalization", "normalization, backward", "softmax", "lookup", "lookup, backward", "reduction", "reduction of rows",
+    "pointwise",
+)  # fmt: skip
 CLASSES = (*BY_FLOPS, *BY_BYTES)
 
 

@@ -7,10 +7,10 @@ no data sheet: put your own in a file (`Cluster.load`) if they matter.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from scrimp.cluster._hardware import Hardware
+from scrimp.cluster._hardware import Hardware, Shares
 from scrimp.cluster._link import Link
 from scrimp.errors import ScrimpError
 from scrimp.ledger import parse_nbytes
@@ -31,6 +31,7 @@ class Kind:
     host_link: float
     inside: tuple[float, float]
     between: tuple[float, float]
+    shares: Shares = field(default_factory=Shares)
 
 
 def _a100(memory: str, memory_rate: float, host_memory: str) -> Kind:
@@ -47,7 +48,7 @@ def _hopper(memory: str, memory_rate: float) -> Kind:
     # directions. DGX H100 and H200 data sheets: 400 Gb/s for each GPU; 2 TB.
     return Kind(
         memory=memory, bf16=989.5, fp32=67, memory_rate=memory_rate, host_memory="2TB", host_link=64,
-        inside=(450, NVLINK), between=(50, INFINIBAND),
+        inside=(450, NVLINK), between=(50, INFINIBAND), shares=Shares(matmul=0.8),  # measured: docs/results, Rehearsals
     )  # fmt: skip
 
 
@@ -144,6 +145,7 @@ def hardware(kind: str, count: int) -> Hardware:
         host_link=figures.host_link * 1e9,
         inside=_link(figures.inside),
         between=_link(figures.between),
+        shares=figures.shares,
     )
 
 

@@ -17,7 +17,8 @@ from scrimp.rules import FREE, Factor, Rule, bind, rule_of
 @dataclass(frozen=True, kw_only=True)
 class ChosenOp:
     """`rule`: over the group's atoms; `split`: the axes of each atom. `inputs`: complete placements that it needs; `outputs`:
-    those it makes, with the axes along which they are partial sums of its own. `scratch_nbytes`: the most it takes besides."""
+    those it makes, with the axes along which they are partial sums of its own. `scratch_nbytes`: the most it takes besides;
+    `traffic_nbytes`: what it reads and writes besides."""
 
     op: Op
     group: int
@@ -26,6 +27,7 @@ class ChosenOp:
     inputs: tuple[Placed, ...]
     outputs: tuple[Placed | None, ...]
     scratch_nbytes: int = 0
+    traffic_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class ChosenLayer:
                     inside = {atom for dim in dims or () for atom in dim}
                     summed = {axis for atom in member.sums - inside for axis in axes.get(atom, ())}
                     outputs.append(None if dims is None else place(dims, sorted(summed)))
-                besides = [(of, itemsize) for when, of, itemsize in member.scratch if any(atom in axes for atom in when)]
+                split = [each for each in member.scratch if any(atom in axes for atom in each[0])]
+                besides = [(of, itemsize) for _, of, itemsize, _ in split]
                 # a sum over ranks inside the operator: its source, the summands and the result
                 besides += [(of, 3 * itemsize) for atom, of, itemsize, _ in member.talks if atom in axes]
                 found[member.op] = ChosenOp(
@@ -86,6 +89,9 @@ class ChosenLayer:
                     split=tuple(sorted(axes.items())),
                     inputs=tuple(place(dims) for dims in member.inputs),
                     scratch_nbytes=sum(place(tuple((atom,) for atom in of)).numel(sizes) * nbytes for of, nbytes in besides),
+                    traffic_nbytes=sum(
+                        place(tuple((atom,) for atom in of)).numel(sizes) * nbytes for _, of, _, nbytes in split
+                    ),
                     outputs=tuple(outputs),
                 )  # fmt: skip
         return tuple(found[k] for k in range(len(found)))

@@ -5,9 +5,13 @@ queue each.
     moves            | gather --|     | reduction ... |
                      started    waited for
 
-A move that is not started early keeps both queues busy. An interval of time between two events belongs to the later one, and to
-the queue of operators. What this rank itself does for a move, which is to pack and to copy, is left out: the predicted seconds of
-the move stand for it.
+A move that is not started early keeps both queues busy. An interval between two stamps belongs to what ran in it, and to the
+queue of operators. What this rank itself does for a move, which is to pack and to copy, is left out: the predicted seconds of the
+move stand for it.
+
+A GPU is kept busy before each pass of a layer until the host has queued the pass, as it would be by earlier passes of a large
+model. So the seconds are those of the GPU, without waits for launches. Stamps take time too: passes of layers are measured with
+few of them, and operators in a step of their own.
 """
 
 from __future__ import annotations
@@ -20,8 +24,11 @@ from typing import Any
 
 import torch
 
-ENTER, MOVED, STARTED, WAITED, RAN = "enter", "moved", "started", "waited", "ran"
+from scrimp.chunks import occupy
+
+PASS, QUEUED, ENTER, MOVED, STARTED, WAITED, RAN = "pass", "queued", "enter", "moved", "started", "waited", "ran"
 OTHER = "other"  # of work that is neither an operator nor a move
+AHEAD = 1.5  # of the seconds that the host took for a pass before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +43,11 @@ class ComputeTime:
 
 @dataclass(frozen=True)
 class Event:
-    """`seconds`: predicted, of what ran or of a move. `where`: the class of layers and the pass; `operators`: the class of
-    operators. `number`: of the move that started, or that is waited for."""
+    """`stamp`: None where time is not taken. `seconds`: predicted, of what ran or of a move. `where`: the class of layers and the
+    pass; `operators`: the class of operators. `number`: of the move that started, or that is waited for."""
 
     what: str
-    stamp: Any
+    stamp: Any = None
     seconds: float = 0.0
     where: str = ""
     operators: str = OTHER
@@ -60,21 +67,36 @@ class StepTime:
 
 
 class Clock:
-    """Collects the events of a step. `device`: where time is measured; on meta it is not."""
+    """Collects the events of a step. `device`: where time is measured; on meta it is not. `fine`: whether each operator is
+    measured, or passes of layers alone."""
+
+    fine = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: list[Event] = []
         self._begin: Any = None
         self._moves = 0
+        self._host: list[float] = []  # when each pass of this step began
+        self._before: list[float] = []  # seconds of the host for each pass of the step before
 
     def begin(self) -> None:
         """A new step."""
-        self._events, self._moves = [], 0
+        self._before = [later - earlier for earlier, later in pairwise((*self._host, time.perf_counter()))]
+        self._events, self._moves, self._host = [], 0, []
         self._begin = self._stamp()
 
+    def begins(self, where: str) -> None:
+        """A pass of a layer."""
+        self._events.append(Event(PASS, self._stamp(), where=where))
+        number = len(self._host)
+        self._host.append(time.perf_counter())
+        if self._device.type == "cuda" and number < len(self._before):
+            occupy(self._device, AHEAD * self._before[number])
+            self._events.append(Event(QUEUED, self._stamp()))
+
     def ran(self, seconds: float, where: str, operators: str = OTHER) -> None:
-        self._events.append(Event(RAN, self._stamp(), seconds, where, operators))
+        self._events.append(Event(RAN, self._stamp() if self.fine else None, seconds, where, operators))
 
     def enter(self) -> None:
         """Before this rank's own part of a move, or of waiting for one."""
@@ -94,7 +116,7 @@ class Clock:
 
     def _stamp(self) -> Any:
         if self._device.type != "cuda":
-            return 0.0 if self._device.type == "meta" else time.perf_counter()
+            return None if self._device.type == "meta" else time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -102,8 +124,9 @@ class Clock:
     def result(self) -> StepTime:
         if self._device.type == "meta":
             return step_time(self._events, None)
-        stamps = [self._begin, *(event.stamp for event in self._events)]
-        return step_time(self._events, [self._between(*pair) for pair in pairwise(stamps)])
+        stamps = [self._begin, *(event.stamp for event in self._events if event.stamp is not None)]
+        between = iter([self._between(*pair) for pair in pairwise(stamps)])
+        return step_time(self._events, [0.0 if event.stamp is None else next(between) for event in self._events])
 
     def _between(self, one: Any, other: Any) -> float:
         if self._device.type != "cuda":
@@ -112,29 +135,41 @@ class Clock:
         return float(one.elapsed_time(other)) / 1e3
 
 
+@dataclass
+class _Row:
+    times: int = 0
+    predicted: float = 0.0
+    measured: float = 0.0
+
+
 def step_time(events: Sequence[Event], intervals: Sequence[float] | None) -> StepTime:
-    """`intervals`: measured, before each event; None if operators take what is predicted."""
+    """`intervals`: measured, before each event, 0 where time is not taken; None if operators take what is predicted."""
     operators = moves = compute = communication = since = 0.0
     arrivals: dict[int, float] = {}
-    layers: dict[str, list[float]] = {}
-    classes: dict[str, list[float]] = {}
+    layers: dict[str, _Row] = {}
+    classes: dict[str, _Row] = {}
+    where = ""
     for k, event in enumerate(events):
-        if event.what in (RAN, ENTER):
-            taken = intervals[k] if intervals is not None else event.seconds
+        taken = event.seconds if intervals is None else intervals[k]
+        if event.what in (PASS, ENTER, RAN):
             operators, compute, since = operators + taken, compute + taken, since + taken
-        else:
-            communication += event.seconds
-        if event.what == RAN:
-            for table, key in ((layers, event.where), (classes, event.operators)):
-                row = table.setdefault(key, [0, 0.0, 0.0])
-                row[0], row[1], row[2] = row[0] + 1, row[1] + event.seconds, row[2] + since
-            since = 0.0
+            of = event.where if event.what == RAN else where
+            layers.setdefault(of, _Row()).measured += taken
+        if event.what == PASS:
+            where = event.where
+        elif event.what == RAN:
+            for row in (layers[event.where], classes.setdefault(event.operators, _Row())):
+                row.times, row.predicted = row.times + 1, row.predicted + event.seconds
+            classes[event.operators].measured += since
+            where, since = event.where, 0.0
         elif event.what == MOVED:
             operators = moves = max(operators, moves) + event.seconds
         elif event.what == STARTED:
             arrivals[event.number] = moves = max(operators, moves) + event.seconds
         elif event.what == WAITED:
             operators = max(operators, arrivals.pop(event.number))
+        if event.what in (MOVED, STARTED):
+            communication += event.seconds
     step = max(operators, moves)
     return StepTime(
         compute=compute,
@@ -146,10 +181,11 @@ def step_time(events: Sequence[Event], intervals: Sequence[float] | None) -> Ste
     )
 
 
-def _times(table: dict[str, list[float]], *, measured: bool) -> tuple[ComputeTime, ...]:
+def _times(table: dict[str, _Row], *, measured: bool) -> tuple[ComputeTime, ...]:
     return tuple(
         ComputeTime(
-            name=name, times=int(times), predicted_seconds=predicted, measured_seconds=taken if measured else None
+            name=name, times=row.times, predicted_seconds=row.predicted, measured_seconds=row.measured if measured else None
         )
-        for name, (times, predicted, taken) in table.items()
+        for name, row in table.items()
+        if row.times
     )  # fmt: skip

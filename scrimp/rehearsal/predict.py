@@ -32,11 +32,16 @@ class TimedPoints:
         if key not in self._known:
             self._known[key] = self._predicted(layer, program, number)
         seconds, where, operators = self._known[key]
-        self._clock.ran(seconds, where, operators)
+        if number < 0:
+            self._clock.begins(where)
+        else:
+            self._clock.ran(seconds, where, operators)
 
     def end(self, name: str) -> None:
-        """Of a point that is no step of a program."""
+        """Of a point that is no step of a program: what follows the backward, and the update."""
         self._clock.ran(self._update_seconds() if name == UPDATE else 0.0, name, UPDATE if name == UPDATE else OTHER)
+        if name != UPDATE:
+            self._clock.begins(UPDATE)
 
     def _predicted(self, layer: LoweredLayer, program: Ahead | Behind, number: int) -> tuple[float, str, str]:
         path = self._paths.setdefault(id(program), layer.path or "the model itself")
@@ -52,7 +57,9 @@ class TimedPoints:
         chosen = layer.chosen.ops[step.op]
         inside = {atom for dims in (*chosen.rule.inputs, *chosen.rule.outputs) for dim in dims or () for atom in dim}
         split_over = [axis for atom, axes in chosen.split if atom in inside for axis in axes]
-        work = work_of(chosen.op, layer.chosen.values, chosen.inputs, chosen.outputs, split_over, self._sizes)
+        work = work_of(
+            chosen.op, layer.chosen.values, chosen.inputs, chosen.outputs, split_over, self._sizes, chosen.traffic_nbytes
+        )
         if work is None:
             return 0.0, where, "views"
         return self._cluster.compute_seconds(work.flops, work.nbytes, work.dtype, work.operators), where, work.operators

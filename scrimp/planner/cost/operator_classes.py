@@ -56,8 +56,16 @@ def class_of(op: Op) -> str:
     if any(each in name for each in _SOFTMAXES):
         return "softmax"
     if any(name.startswith(each) or f"_{each}" in name for each in _LOOKUPS):
-        return "lookup"
-    return "reduction" if name in _REDUCTIONS else "pointwise"
+        return f"lookup{behind}"
+    if name not in _REDUCTIONS:
+        return "pointwise"
+    return "reduction of rows" if _over_rows(op) else "reduction"
+
+
+def _over_rows(op: Op) -> bool:
+    """Whether the last dim stays, as in the gradient of a bias: its elements are next to each other in memory."""
+    dims = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim")
+    return isinstance(dims, (list, tuple)) and bool(dims) and dims[0] == 0
 
 
 def _causal(op: Op) -> bool:

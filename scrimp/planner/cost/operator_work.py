@@ -11,6 +11,14 @@ from scrimp.move import ITEMSIZE
 from scrimp.planner.cost.operator_classes import class_of
 from scrimp.planner.shard.placement import Placed
 
+LOOKUP = "lookup"
+# Operators that read few elements of an input: a lookup as many as it writes, the loss of labels next to none.
+FEW = {
+    "aten.embedding.default": 0, "aten.index.Tensor": 0, "aten._unsafe_index.Tensor": 0, "aten.index_select.default": 0,
+    "aten.gather.default": 0, "aten.nll_loss_forward.default": 0, "aten.nll_loss2d_forward.default": 0,
+    "aten.nll_loss_backward.default": 1, "aten.nll_loss2d_backward.default": 1,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class OperatorWork:
@@ -29,17 +37,22 @@ def work_of(
     outputs: Sequence[Placed | None],
     split_over: Sequence[str],
     sizes: Mapping[str, int],
+    besides_nbytes: int = 0,
 ) -> OperatorWork | None:
-    """None if the operator only makes views. `split_over`: the mesh axes that divide its arithmetic; `sizes`: of all axes."""
+    """None if the operator only makes views. `split_over`: the mesh axes that divide its arithmetic; `sizes`: of all axes.
+    `besides_nbytes`: read and written beyond inputs and outputs, because it is split."""
     made = [(name, place) for name, place in zip(op.outputs, outputs, strict=True) if name is not None and place is not None]
     written = [(name, place) for name, place in made if values[name].storage == name]
     if not written:
         return None
-    touched = [*zip(op.inputs, inputs, strict=True), *written]
     dtype = values[next(name for name in (*op.outputs, *op.inputs) if name is not None)].dtype
+    operators = class_of(op)
+    unread = FEW.get(op.target)
+    touched = [pair for k, pair in enumerate(zip(op.inputs, inputs, strict=True)) if k != unread]
+    touched += written * (2 if unread is not None and operators == LOOKUP else 1)
     return OperatorWork(
         flops=op.flops / prod(sizes[axis] for axis in split_over),
-        nbytes=sum(place.numel(sizes) * ITEMSIZE[values[name].dtype] for name, place in touched),
+        nbytes=besides_nbytes + sum(place.numel(sizes) * ITEMSIZE[values[name].dtype] for name, place in touched),
         dtype=dtype,
-        operators=class_of(op),
+        operators=operators,
     )

@@ -33,7 +33,8 @@ class Member:
     sums: frozenset[int]
     talks: tuple[tuple[int, tuple[int, ...], int, int], ...]
     factors: tuple[tuple[int, ...], ...] = ()
-    scratch: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = ()  # atoms when split, atoms held, bytes of an element
+    # Atoms when split, atoms of the tensor, bytes that it holds per element, and bytes that it reads and writes besides.
+    scratch: tuple[tuple[tuple[int, ...], tuple[int, ...], int, int], ...] = ()
     ruled: bool = True
 
     @property
@@ -200,7 +201,13 @@ def _group(graph: LayerGraph, indices: Sequence[int], rules: Sequence[Rule], kno
                 ),
                 factors=tuple(numbered(index, [k]) for k in range(len(rule.factors))),
                 scratch=tuple(
-                    (numbered(index, each.when), numbered(index, each.of), each.itemsize * each.times) for each in rule.scratch
+                    (
+                        numbered(index, each.when),
+                        numbered(index, each.of),
+                        each.itemsize * each.times,
+                        each.itemsize * each.traffic,
+                    )
+                    for each in rule.scratch
                 ),
             )
         )

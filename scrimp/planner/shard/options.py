@@ -95,17 +95,19 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
             None if name is None or dims is None else now[name] for name, dims in zip(op.outputs, member.outputs, strict=True)
         ]
         split_over = [axis for atom in member.atoms for axis in axes.get(atom, ())]
-        mine = work_of(op, values, [place(dims) for dims in member.inputs], results, split_over, sizes)
+        besides = 0
+        for when, of, itemsize, traffic in member.scratch:
+            if any(atom in axes for atom in when):
+                numel = place(tuple((each,) for each in of)).numel(sizes)
+                besides += numel * traffic
+                scratch[member.op] = scratch.get(member.op, 0) + numel * itemsize
+        mine = work_of(op, values, [place(dims) for dims in member.inputs], results, split_over, sizes, besides)
         if mine is not None:
             work_seconds += work(mine.flops, mine.nbytes, mine.dtype, mine.operators)
         for atom, of, itemsize, times in member.talks:
             if atom in axes:
                 tensor = place(tuple((each,) for each in of), axes[atom])
                 talk_seconds += times * move(tensor, tensor.complete(), itemsize)
-        for when, of, itemsize in member.scratch:
-            if any(atom in axes for atom in when):
-                held = place(tuple((each,) for each in of)).numel(sizes) * itemsize
-                scratch[member.op] = scratch.get(member.op, 0) + held
         if not op.backward:
             again_seconds += work_seconds + talk_seconds - before
     return Option(

@@ -63,7 +63,7 @@ class Draft:
             outputs=tuple(None if name is None else dims for name, dims in zip(op.outputs, outputs, strict=False)),
             linear=tuple(dict.fromkeys(members for members in linear if members and self._may_be_parts(members))),
             talks=tuple(talks),
-            scratch=tuple(each for each in scratch if each.when and each.times),
+            scratch=tuple(each for each in scratch if each.when and (each.times or each.traffic)),
         )
 
     def _may_be_parts(self, members: frozenset[int]) -> bool:

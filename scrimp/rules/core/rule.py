@@ -40,12 +40,14 @@ class Talk:
 @dataclass(frozen=True, kw_only=True)
 class Scratch:
     """Tensors with the factors `of` that an operator holds while it runs, beyond its inputs and outputs, where one of the factors
-    `when` is split: of so many bytes per element, `times` over."""
+    `when` is split: of so many bytes per element, `times` over. `traffic`: how many times over it reads or writes such a tensor,
+    beyond inputs and outputs."""
 
     when: tuple[int, ...]
     of: tuple[int, ...]
     itemsize: int
     times: int = 1
+    traffic: int = 0
 
 
 Dims = tuple[tuple[int, ...], ...]  # of each dim of a tensor its factors by index, major first; none: a dim of size 1

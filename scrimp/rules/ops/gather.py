@@ -17,7 +17,9 @@ def embedding_rule(call: Call) -> Rule:
     v, c, i = draft.dim(rows, SUM, ranged=True), draft.dim(columns), draft.dims(call.shape("indices"))
     draft.put("weight", (v, c))
     draft.put("indices", i)
-    return draft.rule((*i, c), linear=[("weight",)])
+    found = tuple(factor for dim in (*i, c) for factor in dim)
+    zeros = Scratch(when=v, of=found, itemsize=call.itemsize("weight"), times=0, traffic=2)  # rows of other members
+    return draft.rule((*i, c), linear=[("weight",)], scratch=[zeros])
 
 
 def embedding_backward_rule(call: Call) -> Rule:
