@@ -9,6 +9,7 @@ Read in this order:
     classes.py       ranks that take the same bytes
     communicator.py  stands for the other ranks and stages; predicted seconds of moves
     meter.py         counts storages on meta, the CPU or a GPU
+    device_memory.py what the steps take of a GPU, by the allocator's counters
     result.py        `Rehearsal`, as data, text and JSON
 """
 
@@ -19,10 +20,10 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
-    from scrimp.rehearsal.result import AliveTensor, Rehearsal, RehearsedPeak
+    from scrimp.rehearsal.result import AliveTensor, DeviceMemory, Rehearsal, RehearsedPeak
     from scrimp.rehearsal.run import rehearse, rehearse_all
 
-__all__ = ["AliveTensor", "Rehearsal", "RehearsedPeak", "rehearse", "rehearse_all"]
+__all__ = ["AliveTensor", "DeviceMemory", "Rehearsal", "RehearsedPeak", "rehearse", "rehearse_all"]
 
 __getattr__ = lazily(
     __name__,
@@ -30,6 +31,7 @@ __getattr__ = lazily(
         "rehearse": "scrimp.rehearsal.run",
         "rehearse_all": "scrimp.rehearsal.run",
         "AliveTensor": "scrimp.rehearsal.result",
+        "DeviceMemory": "scrimp.rehearsal.result",
         "RehearsedPeak": "scrimp.rehearsal.result",
         "Rehearsal": "scrimp.rehearsal.result",
     },

@@ -19,6 +19,7 @@ from scrimp.ledger import Books, Ledger, format_nbytes
 from scrimp.planner import Plan
 from scrimp.rehearsal.classes import classes
 from scrimp.rehearsal.communicator import StubPeers, StubRanks
+from scrimp.rehearsal.device_memory import device_memory, start_peaks
 from scrimp.rehearsal.meter import StorageMeter
 from scrimp.rehearsal.result import AliveTensor, Rehearsal, RehearsedPeak
 
@@ -104,6 +105,7 @@ def _rehearsed(
             rank=rank, stage=stage, on=on, points=timeline.points, kinds=timeline.kinds, peak=_peak(timeline, meter),
             planned_nbytes=lone.program.peak_nbytes, compute_seconds=compute, communication_seconds=communication,
             overlap_seconds=0.0, step_seconds=_step_seconds(plan, compute, communication), device_peak_nbytes=allocated,
+            device_memory=device_memory(device, max(timeline.totals)),
         ),
         lone,
         comm,
@@ -168,7 +170,7 @@ def _timed(
     """Seconds of operators and of the update, without moves; and the peak of the CUDA allocator."""
     found = []
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        start_peaks(device)
     for _ in range(TIMED):
         comm.spent, begin = 0.0, _now(device)
         lone.step(args, kwargs)

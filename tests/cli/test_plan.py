@@ -21,6 +21,22 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["format"] == "scrimp.plan"
 
 
+def test_what_is_reserved_is_printed_and_written(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    where = ["--cluster", "2xA100-80", "--mesh", "x=2", "--batch", "8", "--keep", "--time-limit", "2"]
+    text = scrimp("plan", "gpt-tiny", *where, "--memory", "3GiB", "--reserve", "auto", "--out", str(out), "--baselines").output
+    assert "beside    the plan, which may use" in text
+    assert "NCCL 384.0 MiB (estimated)" in text
+    assert [part["name"] for part in json.loads(out.read_text())["reserve"]["parts"]][0] == "context"
+    assert (
+        "of the budget of 3.0 GiB: reserve 1.0 GiB (given)"
+        in scrimp("plan", "gpt-tiny", *where, "--memory", "3GiB", "--reserve", "1GiB").output
+    )
+    told = scrimp("plan", "gpt-tiny", *where, "--memory", "1GiB", "--reserve", "2GiB", code=1).stderr
+    assert "a budget of 1.0 GiB, and beside the plan it needs 2.0 GiB: reserve 2.0 GiB (given)" in told
+    assert "reserve='much'" in scrimp("plan", "gpt-tiny", *where, "--reserve", "much", code=2).stderr
+
+
 def test_known_parallelisms_stand_beside_it() -> None:
     words = ["gpt-tiny", "--set", "seq=16", "--set", "dropout=0.1", "--set", "attention=eager", "--set", "layers=3"]
     text = scrimp("plan", *words, "--cluster", "2xA100-80", "--mesh", "x=2", "--batch", "4", "--keep", "--baselines").output
