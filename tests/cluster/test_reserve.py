@@ -22,8 +22,9 @@ reserves = st.builds(
     sizes, sizes, shares, shares, st.integers(0, 64), st.integers(0, 1 << 26),
 )  # fmt: skip
 MEASURED = Reserve(
-    device="some", torch="2.12", context_nbytes=500 << 20, workspace_nbytes=64 << 20, rounding_share=0.01, fragmentation_share=0.1,
-    nccl_channels=8, nccl_connection_nbytes=10 << 20, measured=("context", "workspace"), observed=(("kept", 32 << 20),),
+    device="some", torch="2.12", context_nbytes=500 << 20, workspace_nbytes=64 << 20, rounding_share=0.01,
+    fragmentation_share=0.1, nccl_channels=8, nccl_connection_nbytes=10 << 20,
+    measured=("context", "workspace"), observed=(("kept", 32 << 20),),
 )  # fmt: skip
 
 

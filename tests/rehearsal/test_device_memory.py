@@ -39,7 +39,7 @@ def test_it_is_in_the_text_and_in_the_file() -> None:
         assert words in line
     assert "device " not in plain.summary()
     old = {**json.loads(plain.to_json()), "version": 1}
-    with pytest.raises(ScrimpError, match="version 1, but this scrimp reads scrimp.rehearsal version 2"):
+    with pytest.raises(ScrimpError, match=r"version 1, but this scrimp reads scrimp\.rehearsal version 2"):
         Rehearsal.from_json(json.dumps(old))
 
 
