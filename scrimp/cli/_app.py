@@ -179,7 +179,7 @@ def probe(
       scrimp probe
       scrimp probe --disk . --json machine.json
       scrimp probe --operators --cluster 8xA100-80 --json measured.json
-      scrimp plan gpt-tiny --batch 64 --cluster measured.json
+      scrimp plan gpt-tiny --batch 64 --cluster measured.json --reserve auto
     """
     from scrimp.cli import _probe
 

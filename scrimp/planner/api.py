@@ -204,7 +204,7 @@ def plan_graph(
     *,
     mesh: Mesh | str | None,
     memory: int | str | Memory | None,
-    reserve: int | str | None,
+    reserve: int | str | None = None,
     objective: str,
     activations: Sequence[str],
     time_limit: float,
