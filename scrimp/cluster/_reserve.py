@@ -141,8 +141,9 @@ class Reserve:
             raise ScrimpError(f"a cluster's reserve cannot be read: {type(error).__name__} {error}") from error
 
 
-# The constants of devices, by the kind of a preset. A kind without a row has that of CUDA. `Cluster.reserve`, as `scrimp probe`
-# measures it on the device at hand, has precedence over this table.
+# The constants of devices, by the kind of a preset. A kind without a row in `RESERVES` has those of `_CUDA`. A row of a measured
+# kind names its parts: `"H200": replace(_CUDA, device="NVIDIA H200", torch="2.12", context_nbytes=..., measured=("context",))`.
+# `Cluster.reserve`, as `scrimp probe` measures it on the device at hand, has precedence over this table.
 _CUDA = Reserve(
     device="CUDA",
     # Placeholders, measured nowhere: nvidia-smi shows 0.4 to 0.6 GiB for an idle process of PyTorch on A100 and H100, with the

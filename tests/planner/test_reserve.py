@@ -98,6 +98,7 @@ def test_a_size_is_kept_free_exactly() -> None:
     found = planned(memory=least + 100 * KIB, reserve="100KiB", objective="time")
     assert found.reserve is not None
     assert found.reserve.limit_nbytes == least
+    assert [row.other for row in planned().diff(found).figures if row.what == "reserved beside it"] == ["100.0 KiB"]
     assert [(part.nbytes, part.source) for part in found.beside] == [(100 * KIB, "given")]
     assert found.memory.peak_nbytes <= least
     with pytest.raises(FitError, match=r"the budget of .* without reserve 100\.0 KiB \(given\)\. Give memory='") as caught:
