@@ -86,7 +86,7 @@ def row(case: Case, made: Plan, measured: Cluster) -> dict[str, Any]:
     before = rehearse(made, model, batch, on="meta")
     return {
         **asdict(case), "mesh": str(made.mesh), "planned_nbytes": made.memory.peak_nbytes,
-        "meta_nbytes": before.peak.nbytes, "cuda_live_nbytes": after.peak.nbytes, "allocated_nbytes": after.device_peak_nbytes,
+        "meta_nbytes": before.peak.nbytes, **asdict(after.device_memory),
         "compute_seconds": after.compute_seconds, "before_seconds": before.predicted_seconds,
         "after_seconds": after.predicted_seconds, "layers": _rows(before, after, "layers"),
         "operators": _rows(before, after, "operators"), "rehearse_seconds": middle - begin,

@@ -157,13 +157,14 @@ def probe(
     disk: Annotated[Path | None, typer.Option(help="Also measure the disk of this folder.")] = None,
     operators: Annotated[bool, typer.Option("--operators", help="Also measure operators, by class and size.")] = False,
     cluster: Annotated[
-        str | None, typer.Option(help="A cluster of such devices, by name or file: --json writes it with the measured operators.")
+        str | None, typer.Option(help="A cluster of such devices, by name or file: --json writes it with what was measured.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the cluster to this file, as JSON.")] = None,
 ) -> None:
     """Measure this machine: compute, copies, and the update on the host.
 
-    It takes three seconds with a GPU, one without.
+    It takes twenty seconds with a GPU, one without. On a GPU it also measures
+    what a plan does not count: CUDA context, workspace of kernels, allocator.
 
     engine.bound() compares a step with these figures. In Python,
     scrimp.Cluster.probe() returns them, and scrimp.Cluster.from_json reads the
@@ -178,7 +179,7 @@ def probe(
       scrimp probe
       scrimp probe --disk . --json machine.json
       scrimp probe --operators --cluster 8xA100-80 --json measured.json
-      scrimp plan gpt-tiny --batch 64 --cluster measured.json
+      scrimp plan gpt-tiny --batch 64 --cluster measured.json --reserve auto
     """
     from scrimp.cli import _probe
 
@@ -193,6 +194,7 @@ def plan(
     ],
     mesh: Annotated[str | None, typer.Option(help="Axes and their sizes, such as dp=4,tp=8. Default: searched.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory budget of one device, such as 40GiB. Default: all of it.")] = None,
+    reserve: Annotated[str | None, typer.Option(help="Of it kept free beside the plan: auto, or a size. Default: none.")] = None,
     batch: Annotated[
         int | None, typer.Option(help="Sequences or images in a step, over all devices. Default: 32.", min=1, max=MOST)
     ] = None,
@@ -253,7 +255,7 @@ def plan(
             model=model, cluster=cluster, mesh=mesh, memory=memory, batch=batch, seq=seq, objective=objective,
             optimizer=optimizer, precision=precision, stages=stages, micro_batches=micro_batches, interleave=interleave,
             settings=settings or [], time_limit=time_limit, gap=gap, out=out, explain=explain or [], what_if=what_if or [],
-            report=report,
+            report=report, reserve=reserve,
         )  # fmt: skip
     from scrimp.cli import _plan  # loads torch
 
@@ -261,7 +263,7 @@ def plan(
         console(), model=model, cluster=cluster, mesh=mesh, memory=memory, batch=batch or _plan_check.BATCH,
         seq=seq or _plan_check.SEQ, objective=objective, optimizer=optimizer, precision=precision, keep=keep, stages=stages,
         micro_batches=micro_batches, interleave=interleave, settings=settings or [], time_limit=time_limit, gap=gap, out=out,
-        baselines=baselines, explain=explain or [], what_if=what_if or [], report=report,
+        baselines=baselines, explain=explain or [], what_if=what_if or [], report=report, reserve=reserve,
     )  # fmt: skip
 
 

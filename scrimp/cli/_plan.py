@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from scrimp.planner import Comparison, compare, limit_of, plan
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from scrimp.cluster import Cluster
     from scrimp.planner import Plan
 
 
@@ -30,7 +32,7 @@ def make(
     console: Console, *, model: str, cluster: str, mesh: str | None, memory: str | None, batch: int, seq: int, objective: str,
     optimizer: str, precision: str, keep: bool, stages: str, micro_batches: str, interleave: int, settings: list[str],
     time_limit: float, gap: float, out: Path | None, explain: list[str], what_if: list[str], baselines: bool = False,
-    report: Path | None = None,
+    report: Path | None = None, reserve: str | None = None,
 ) -> None:  # fmt: skip
     known = cluster_of(cluster)
     with typed():
@@ -39,9 +41,9 @@ def make(
     with console.status("planning") as status, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", PlanWarning)
         found = plan(
-            made, inputs, known, mesh=mesh, memory=memory, objective=objective, optimizer=optimizer, precision=precision,
-            activations=KEEP if keep else "auto", stages=number_of(stages), micro_batches=number_of(micro_batches),
-            interleave=interleave, time_limit=time_limit, gap=gap, progress=status.update,
+            made, inputs, known, mesh=mesh, memory=memory, reserve=reserve, objective=objective, optimizer=optimizer,
+            precision=precision, activations=KEEP if keep else "auto", stages=number_of(stages),
+            micro_batches=number_of(micro_batches), interleave=interleave, time_limit=time_limit, gap=gap, progress=status.update,
         )  # fmt: skip
     written = (("batch", str(batch)), ("seq", str(seq)), *((each.partition("=")[0], each.partition("=")[2]) for each in settings))
     found = replace(found, model=replace(found.model, name=model, settings=written))
@@ -54,7 +56,7 @@ def make(
         with console.status("planning the baselines") as status:
             others = compare(found, say=status.update)
         console.print()
-        _compare(console, found, others, limit_of(known, memory))
+        _compare(console, found, others, lambda each: _fits(each, known, memory, reserve))
         for reason, names in _reasons(others).items():
             print_words(console, f"{', '.join(names)}: {reason}")
     if out is not None:
@@ -82,7 +84,16 @@ def _what_if(console: Console, found: Plan, text: str, time_limit: float, gap: f
         return f"it does not fit: {error}"
 
 
-def _compare(console: Console, found: Plan, others: list[Comparison], limit: int) -> None:
+def _fits(each: Plan, cluster: Cluster, memory: str | None, reserve: str | None) -> bool:
+    """Within the budget, without what is reserved on the plan's own mesh."""
+    stages = 1 if each.schedule is None else len(each.schedule.stages)
+    try:
+        return each.memory.peak_nbytes <= limit_of(cluster, memory, reserve, each.mesh, stages)
+    except FitError:  # the reserve leaves nothing
+        return False
+
+
+def _compare(console: Console, found: Plan, others: list[Comparison], fit: Callable[[Plan], bool]) -> None:
     """Prints the plan, then the baselines."""
     rows = [("this plan", found), *((other.name, other.plan) for other in others if other.plan is not None)]
     unit, size = _unit(max(each.memory.peak_nbytes for _, each in rows))
@@ -95,7 +106,7 @@ def _compare(console: Console, found: Plan, others: list[Comparison], limit: int
         sizes = (each.memory.peak_nbytes, states, kinds.get("activations", 0), temporary)
         redundant = sum(kind.redundant_nbytes for kind in each.memory.kinds)
         figures = [f"{nbytes / size:.1f}" for nbytes in (*sizes, redundant)]
-        fits = "yes" if each.memory.peak_nbytes <= limit else "no"
+        fits = "yes" if fit(each) else "no"
         lines.append((name, str(each.mesh), *figures, f"{each.seconds:.4g}", fits))
     print_table(console, headers, lines, right=headers[2:-1])
     console.print(f"Sizes are in {unit} a device: activ. activations, temp. temporaries, copies replicated on other devices.")

@@ -16,7 +16,7 @@ from scrimp.cli._set import pairs
 from scrimp.cluster import Cluster
 from scrimp.errors import PlanError, ScrimpError
 from scrimp.ledger import parse_nbytes
-from scrimp.planner import change_of, check_names, schedules, stage_cluster, whole_mesh
+from scrimp.planner import change_of, check_names, check_reserve, schedules, stage_cluster, whole_mesh
 from scrimp.zoo import configs
 
 BATCH, SEQ = 32, 2048  # unless given
@@ -35,6 +35,7 @@ def check(
     *, model: str, cluster: str, mesh: str | None, memory: str | None, batch: int | None, seq: int | None, objective: str,
     optimizer: str, precision: str, stages: str, micro_batches: str, interleave: int, settings: Sequence[str], time_limit: float,
     gap: float, out: Path | None, explain: Sequence[str], what_if: Sequence[str], report: Path | None = None,
+    reserve: str | None = None,
 ) -> None:  # fmt: skip
     """Raises `ScrimpError` for the first wrong argument."""
     check_writable("--out", out)
@@ -48,6 +49,7 @@ def check(
     _check_schedule(known, mesh, None if kind_of(model) == FUNCTION else batch or BATCH, stages, micro_batches, interleave)
     if memory is not None and parse_nbytes(memory) <= 0:
         raise PlanError(f"--memory {memory}: give a size, such as 24GiB")
+    check_reserve(reserve)
     _check_names(known, stages, micro_batches, interleave, explain, what_if)
     check_model(model, batch, seq, settings)
 

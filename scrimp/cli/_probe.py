@@ -27,18 +27,29 @@ def show(
 ) -> None:  # fmt: skip
     with typed():
         _check(device, disk, json_file)
-        if cluster is not None and not operators:
-            raise ScrimpError("--cluster without --operators: it is the cluster that gets the measured operators; give both")
+        if cluster is not None and json_file is None:
+            raise ScrimpError("--cluster without --json: the cluster with what was measured goes to that file; give both")
         known = None if cluster is None else cluster_of(cluster)
-    measured = Cluster.probe(device, disk, operators=operators)
+    measured = Cluster.probe(device, disk, operators=operators, reserve=True)
     assert measured.machine is not None
     print_table(console, ("", ""), [*measured.machine.rows()], pieces="")
     if measured.operators is not None:
         console.print()
         print_table(console, ("operators", "dtype", "rate", "error"), [*measured.operators.rows()], right=("rate", "error"))
+    console.print()
+    if measured.reserve is None:
+        console.print("beside a plan: not measured, because this device is a CPU, which needs nothing there")
+    else:
+        print_table(console, ("beside a plan", "", ""), [*measured.reserve.rows()], pieces="")
     if json_file is not None:
-        made = measured if known is None else replace(known, machine=measured.machine, operators=measured.operators)
+        made = measured if known is None else _with(known, measured)
         write(json_file, made.to_json() + "\n")
+
+
+def _with(known: Cluster, measured: Cluster) -> Cluster:
+    """The known cluster with what was measured. Figures that were not measured now stay."""
+    operators, reserve = measured.operators or known.operators, measured.reserve or known.reserve
+    return replace(known, machine=measured.machine, operators=operators, reserve=reserve)
 
 
 def _check(device: str | None, disk: Path | None, json_file: Path | None) -> None:

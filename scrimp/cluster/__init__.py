@@ -9,6 +9,7 @@ Read in this order:
 
     _cluster.py    `Cluster`
     _link.py, _hardware.py, _machine.py, _operators.py    one link; published figures; measured figures
+    _reserve.py    what a device needs beside a plan: context, workspace, rounding, fragmentation, NCCL
     _meshes.py     which link each axis of a mesh uses
     _presets.py, _toml.py    devices by name; a cluster from a file
     _measuring.py  who measures a machine: the engine registers its probe here
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
     from scrimp.cluster._meshes import AxisLink
     from scrimp.cluster._operators import CLASSES, OperatorRate, Operators
     from scrimp.cluster._presets import KINDS, hardware
+    from scrimp.cluster._reserve import GIVEN, Reserve, ReservePart, groups_of
 
 __all__ = [
-    "CLASSES", "DEFAULT_LINK", "KINDS", "AxisLink", "Cluster", "Hardware", "Link", "Machine", "OperatorRate", "Operators",
-    "Shares", "hardware", "register_measure",
+    "CLASSES", "DEFAULT_LINK", "GIVEN", "KINDS", "AxisLink", "Cluster", "Hardware", "Link", "Machine", "OperatorRate",
+    "Operators", "Reserve", "ReservePart", "Shares", "groups_of", "hardware", "register_measure",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -51,5 +53,9 @@ __getattr__ = lazily(
         "Operators": "scrimp.cluster._operators",
         "KINDS": "scrimp.cluster._presets",
         "hardware": "scrimp.cluster._presets",
+        "GIVEN": "scrimp.cluster._reserve",
+        "Reserve": "scrimp.cluster._reserve",
+        "ReservePart": "scrimp.cluster._reserve",
+        "groups_of": "scrimp.cluster._reserve",
     },
 )

@@ -20,20 +20,21 @@ from typing import Any
 from scrimp.cluster._hardware import Hardware
 from scrimp.cluster._link import DEFAULT_LINK, Link
 from scrimp.cluster._machine import Machine
-from scrimp.cluster._measuring import measure, measure_operators
+from scrimp.cluster._measuring import measure, measure_operators, measure_reserve
 from scrimp.cluster._meshes import AxisLink, axis_links, meshes
 from scrimp.cluster._operators import Operators
+from scrimp.cluster._reserve import NOTHING, Reserve, ReservePart, groups_of, known_reserve
 from scrimp.errors import ScrimpError, check_format
 from scrimp.layout import Mesh
 
-FORMAT, VERSION = "scrimp.cluster", 3
+FORMAT, VERSION = "scrimp.cluster", 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """`Cluster(axes=(("node", Link(bytes_per_second=3e9)),))`: node is slow, all other axes are the default. `machine`:
     what each of its machines was measured to do; `hardware`: what it is built of; `operators`: what the operators of a device
-    were measured to take; each if that is known.
+    were measured to take; `reserve`: what a device was measured to need beside a plan; each if that is known.
 
     >>> import scrimp
     >>> cluster = scrimp.Cluster.preset("16xH100")
@@ -48,21 +49,41 @@ class Cluster:
     machine: Machine | None = None
     hardware: Hardware | None = None
     operators: Operators | None = None
+    reserve: Reserve | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.axes, Mapping):
             object.__setattr__(self, "axes", tuple(self.axes.items()))
 
     @classmethod
-    def probe(cls, device: str | None = None, disk: str | Path | None = None, *, operators: bool = False) -> Cluster:
+    def probe(
+        cls, device: str | None = None, disk: str | Path | None = None, *, operators: bool = False, reserve: bool = False
+    ) -> Cluster:
         """Measures this machine: the device that an engine would use, the link to it, the host; and the disk of a folder, if one
         is given. Up to three seconds with a GPU, one without; once in a process. `operators`: also the rates of operators, by
-        class and size, which takes some ten seconds; `with_operators` gives them to a cluster of such devices."""
-        return cls(machine=measure(device, disk), operators=measure_operators(device) if operators else None)
+        class and size, which takes some ten seconds; `with_operators` gives them to a cluster of such devices. `reserve`: also
+        what a CUDA device needs beside a plan, in a process of its own, which takes some ten seconds; None on a CPU."""
+        beside = measure_reserve(device) if reserve else None  # first, before this process loads more on the device
+        return cls(machine=measure(device, disk), operators=measure_operators(device) if operators else None, reserve=beside)
 
     def with_operators(self, operators: Operators | None) -> Cluster:
         """The same cluster, whose devices were measured: its predicted seconds of operators follow the measurement."""
         return replace(self, operators=operators)
+
+    def with_reserve(self, reserve: Reserve | None) -> Cluster:
+        """The same cluster, whose devices were measured to need this beside a plan."""
+        return replace(self, reserve=reserve)
+
+    @property
+    def expected_reserve(self) -> Reserve:
+        """As measured, if it was; else the constants of its kind of devices; nothing where the cluster has no device data."""
+        if self.reserve is not None:
+            return self.reserve
+        return NOTHING if self.hardware is None else known_reserve(self.hardware.kind)
+
+    def beside(self, live_nbytes: int, mesh: Mesh, stages: int = 1) -> tuple[ReservePart, ...]:
+        """What a device needs beside so many live bytes, by part; nothing on a CPU. `mesh`: of one of the `stages`."""
+        return self.expected_reserve.parts(live_nbytes, groups_of(mesh, stages))
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
@@ -94,7 +115,7 @@ class Cluster:
     def with_nodes(self, nodes: int) -> Cluster:
         """The same kind of nodes, `nodes` of them."""
         made = self._of(replace(self._known("with_nodes"), nodes=nodes))
-        return replace(made, axes=self.axes, machine=self.machine, operators=self.operators)
+        return replace(made, axes=self.axes, machine=self.machine, operators=self.operators, reserve=self.reserve)
 
     def axis_links(self, mesh: Mesh) -> Mapping[str, AxisLink]:
         """The link of each mesh axis, and the share of its peers that are inside nodes."""
@@ -137,7 +158,7 @@ class Cluster:
     def to_json(self) -> str:
         axes = {name: link.to_data() for name, link in self.axes}
         # What needs no later version has an earlier one, so that older readers can load it.
-        version = VERSION if self.operators else 2 if self.hardware else 1
+        version = VERSION if self.reserve else 3 if self.operators else 2 if self.hardware else 1
         data: dict[str, Any] = {"format": FORMAT, "version": version, "default": self.default.to_data(), "axes": axes}
         if self.machine is not None:
             data["machine"] = self.machine.to_data()
@@ -145,16 +166,19 @@ class Cluster:
             data["hardware"] = self.hardware.to_data()
         if self.operators is not None:
             data["operators"] = self.operators.to_data()
+        if self.reserve is not None:
+            data["reserve"] = self.reserve.to_data()
         return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
         data: dict[str, Any] = json.loads(text)
-        check_format(data, FORMAT, (1, 2, VERSION), ScrimpError)
+        check_format(data, FORMAT, (1, 2, 3, VERSION), ScrimpError)
         return cls(
             default=Link(**data["default"]),
             axes=tuple((name, Link(**row)) for name, row in data["axes"].items()),
             machine=Machine.from_data(data["machine"]) if "machine" in data else None,
             hardware=Hardware.from_data(data["hardware"]) if "hardware" in data else None,
             operators=Operators.from_data(data["operators"]) if "operators" in data else None,
+            reserve=Reserve.from_data(data["reserve"]) if "reserve" in data else None,
         )

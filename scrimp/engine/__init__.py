@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scrimp._lazy import lazily
-from scrimp.cluster import Machine, Operators, register_measure
+from scrimp.cluster import Machine, Operators, Reserve, register_measure
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
@@ -90,4 +90,10 @@ def _probe_operators(device: str | None) -> Operators:
     return measured(device)
 
 
-register_measure(_probe, _probe_operators)
+def _probe_reserve(device: str | None) -> Reserve | None:
+    from scrimp.engine.schedule.reserve_probe import probe_reserve
+
+    return probe_reserve(device)
+
+
+register_measure(_probe, _probe_operators, _probe_reserve)

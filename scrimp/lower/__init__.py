@@ -42,7 +42,20 @@ if TYPE_CHECKING:
     from scrimp.lower.run import Runner, Slots
     from scrimp.lower.source import Generated
     from scrimp.lower.stages import Staged, crossing, lower_stages, messages
-    from scrimp.lower.steps import Ahead, Behind, Call, Fetch, Offload, described
+    from scrimp.lower.steps import (
+        Accumulate,
+        Ahead,
+        Behind,
+        Call,
+        Fetch,
+        Free,
+        Gather,
+        Move,
+        Offload,
+        Reduce,
+        Store,
+        described,
+    )
     from scrimp.lower.weights.buckets import Buckets, buckets_of, chunks
     from scrimp.lower.weights.in_flight import stage_buckets
     from scrimp.lower.weights.joined import shared_together, summed_together
@@ -53,6 +66,7 @@ if TYPE_CHECKING:
     from scrimp.lower.weights.together import Summed, Together
 
 __all__ = [
+    "Accumulate",
     "Ahead",
     "Arrived",
     "Behind",
@@ -60,21 +74,26 @@ __all__ = [
     "Call",
     "Communicator",
     "Fetch",
+    "Free",
+    "Gather",
     "Generated",
     "Handle",
     "Interpreter",
     "LayerModule",
     "Lowered",
     "LoweredLayer",
+    "Move",
     "Offload",
     "Overlap",
     "Pipeline",
     "Ranks",
+    "Reduce",
     "Rest",
     "Runner",
     "Shards",
     "Slots",
     "Staged",
+    "Store",
     "Summed",
     "Together",
     "buckets_of",
@@ -123,6 +142,12 @@ __getattr__ = lazily(
         "Slots": "scrimp.lower.run",
         "Ahead": "scrimp.lower.steps",
         "Behind": "scrimp.lower.steps",
+        "Accumulate": "scrimp.lower.steps",
+        "Free": "scrimp.lower.steps",
+        "Gather": "scrimp.lower.steps",
+        "Move": "scrimp.lower.steps",
+        "Reduce": "scrimp.lower.steps",
+        "Store": "scrimp.lower.steps",
         "Call": "scrimp.lower.steps",
         "Fetch": "scrimp.lower.steps",
         "Offload": "scrimp.lower.steps",

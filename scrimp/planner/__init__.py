@@ -13,6 +13,7 @@ Read in this order:
 
     api.py      `plan`: the whole of it in one screen
     validate.py, micro_batches.py, deadline.py, host_tier.py    arguments, micro-batches, the time limit, advice
+    budget.py   what a plan may use of a device: the budget, without what the device needs beside the plan
     shard/      dims as products of atoms; operators that split alike become one group; what a group may choose
     cost/       seconds and bytes of a move, of states at rest (ZeRO levels), of saved activations
     formulation/  the problem: nodes, edges and holds, from the layers of a model
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from scrimp.planner.answers.from_solution import memory_of
     from scrimp.planner.answers.plan import Plan, PlannedGroup, PlannedLayers
     from scrimp.planner.answers.what_if import change_of
-    from scrimp.planner.api import captured, captured_for, limit_of, plan
+    from scrimp.planner.api import captured, captured_for, plan
     from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, baseline_plan, compare
+    from scrimp.planner.budget import check_reserve, limit_of
     from scrimp.planner.cost.operator_work import OperatorWork, work_of
     from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, UPDATE_NBYTES, WEIGHTS, axes_at_rest, precision_of
     from scrimp.planner.formulation.assembly import Assembly
@@ -61,9 +63,10 @@ __all__ = [
     "BASELINES", "DATA", "GRADIENTS", "KEEP", "OFFLOAD", "RECOMPUTE", "STATES", "TENSOR", "UPDATE_NBYTES", "WEIGHTS",
     "Assembly", "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "OperatorWork",
     "PairHold", "Phase", "Piece", "Placed", "Plan", "PlannedGroup", "PlannedLayers", "Problem", "Solution", "Task",
-    "axes_at_rest", "baseline_plan", "between", "captured", "captured_for", "change_of", "check_names", "common", "compare",
-    "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "piece", "placed", "plan",
-    "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "tasks", "unsplit", "whole_mesh", "work_of",
+    "axes_at_rest", "baseline_plan", "between", "captured", "captured_for", "change_of", "check_names", "check_reserve",
+    "common", "compare", "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "piece",
+    "placed", "plan", "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "tasks", "unsplit", "whole_mesh",
+    "work_of",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -79,7 +82,8 @@ __getattr__ = lazily(
         "change_of": "scrimp.planner.answers.what_if",
         "captured": "scrimp.planner.api",
         "captured_for": "scrimp.planner.api",
-        "limit_of": "scrimp.planner.api",
+        "check_reserve": "scrimp.planner.budget",
+        "limit_of": "scrimp.planner.budget",
         "plan": "scrimp.planner.api",
         "BASELINES": "scrimp.planner.baselines.compare",
         "DATA": "scrimp.planner.baselines.compare",

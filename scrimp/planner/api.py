@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +19,10 @@ from scrimp.capture import Graph, capture, fingerprint
 from scrimp.cluster import Cluster
 from scrimp.errors import FitError, PlanError, PlanWarning, RunError
 from scrimp.layout import Mesh
-from scrimp.ledger import parse_nbytes
 from scrimp.planner.answers.from_solution import plan_fields
 from scrimp.planner.answers.plan import Plan, PlannedModel
 from scrimp.planner.answers.unsharded_ops import costs_of_whole
+from scrimp.planner.budget import Memory, check_reserve, limit_of, reserved, unfit
 from scrimp.planner.cost.zero_levels import Precision, accumulating, precision_of
 from scrimp.planner.deadline import Deadline
 from scrimp.planner.formulation.assembly import Assembly
@@ -39,13 +39,6 @@ from scrimp.planner.validate import PlannedOptimizer, batch_that_no_axis_divides
 Say = Callable[[str], None]
 
 
-class Memory(Protocol):
-    """The attribute of the engine's `Memory` that the planner reads."""
-
-    @property
-    def device(self) -> int | str: ...
-
-
 _SEARCH = 0.9  # share of the time limit for the search; the rest is for the lower bound of the best plan
 
 
@@ -59,6 +52,7 @@ class PlanSource:
     solution: Solution
     near: bool = False  # the problem holds a subset of the sharding options, because there were too many
     searched: bool = False  # the planner chose the mesh
+    reserve: int | str | None = None  # as given
     again: Callable[..., Plan] | None = None  # `plan_graph` bound to the same model; takes changed settings
 
 
@@ -70,6 +64,7 @@ def plan(
     *,
     mesh: Mesh | str | None = None,
     memory: int | str | Memory | None = None,
+    reserve: int | str | None = None,
     objective: str = MEMORY,
     optimizer: str | PlannedOptimizer = "adamw",
     precision: str = "bf16",
@@ -85,7 +80,9 @@ def plan(
 
     `model` returns a loss and may be on the meta device. `example_inputs`: the global batch as the model's forward takes it, by
     position or by name. `cluster`: a `Cluster` or the name of a preset. `mesh`: searched unless given. `memory`: budget of one
-    device, a size such as "24GiB" or the `Memory` of an engine; by default all of the device's memory. `objective`: "memory"
+    device, a size such as "24GiB" or the `Memory` of an engine; by default all of the device's memory. `reserve`: bytes of
+    that budget which stay free for what a device needs beside the plan's live storages: None for none, a size such as "2GiB", or
+    "auto" for what the cluster's devices need (context, workspace of kernels, allocator, NCCL). `objective`: "memory"
     minimises the peak, then time; "time" minimises time within `memory`; "redundancy" minimises replicated bytes. `optimizer`:
     `AdamW(...)`, `SGD(...)`, "adamw" or "sgd".
 
@@ -127,7 +124,8 @@ def plan(
             _meshes(stage_cluster(cluster, count)[0], mesh, f"a stage (one of {count})")
         else:
             _meshes(cluster, mesh)
-    limit_of(cluster, memory)
+    check_reserve(reserve)
+    limit_of(cluster, memory, reserve)
     graphs: dict[int, Graph] = {}
     found: list[Plan] = []
     troubles: list[FitError] = []
@@ -137,8 +135,8 @@ def plan(
     deadline = Deadline.after(time_limit)
     for k, (count, micro) in enumerate(tries):
         settings: dict[str, Any] = {
-            "mesh": mesh, "memory": memory, "objective": objective, "activations": ways, "gap": gap, "progress": progress,
-            "time_limit": deadline.left() / (len(tries) - k),
+            "mesh": mesh, "memory": memory, "reserve": reserve, "objective": objective, "activations": ways, "gap": gap,
+            "progress": progress, "time_limit": deadline.left() / (len(tries) - k),
         }  # fmt: skip
         try:
             if count == micro == 1:
@@ -165,6 +163,7 @@ def _staged(
     *,
     mesh: Mesh | str | None,
     memory: int | str | Memory | None,
+    reserve: int | str | None,
     objective: str,
     activations: Sequence[str],
     time_limit: float,
@@ -179,17 +178,21 @@ def _staged(
     troubles: list[FitError] = []
     for k, each in enumerate(meshes):
         say(f"planning on the mesh {each}, {count} stages, {micro} micro-batches")
-        assembly = OnMesh(layers, part, each).assembly(accumulating(precision) if micro > 1 else precision, activations)
+        kept = None
         try:
+            kept = reserved(cluster, memory, reserve, each, count)
+            assembly = OnMesh(layers, part, each).assembly(accumulating(precision) if micro > 1 else precision, activations)
+            limit = limit_of(cluster, memory, reserve, each, count)
             one = staged_plan(
-                assembly, cluster, links, optimizer=optimizer, objective=objective, limit=limit_of(cluster, memory),
+                assembly, cluster, links, optimizer=optimizer, objective=objective, limit=limit,
                 micro_batches=micro, interleave=interleave, deadline=deadline.part(1 / (len(meshes) - k)), gap=gap,
                 ways=activations, work=part.on(each).compute_seconds, say=say,
             )  # fmt: skip
-            found.append(one)
+            found.append(replace(one, reserve=kept))
         except FitError as error:
+            told = unfit(error, kept, cluster, reserve, each, count)
             words = host_tier(graph, cluster, precision, limit_of(cluster, memory))
-            troubles.append(FitError(f"{error}{words}", least_nbytes=error.least_nbytes))
+            troubles.append(FitError(f"{told}{words}", least_nbytes=told.least_nbytes))
     return _best(found, troubles, objective)
 
 
@@ -201,6 +204,7 @@ def plan_graph(
     *,
     mesh: Mesh | str | None,
     memory: int | str | Memory | None,
+    reserve: int | str | None = None,
     objective: str,
     activations: Sequence[str],
     time_limit: float,
@@ -209,23 +213,26 @@ def plan_graph(
 ) -> Plan:
     """Plans a captured graph on the given mesh, or on every mesh of the cluster."""
     start, say, deadline = time.perf_counter(), progress or (lambda words: None), Deadline.after(time_limit)
-    meshes, limit, layers = _meshes(cluster, mesh), limit_of(cluster, memory), Layers(graph)
+    meshes, budget, layers = _meshes(cluster, mesh), limit_of(cluster, memory), Layers(graph)
     request = Request(
-        precision=precision, ways=activations, objective=objective, limit_nbytes=limit, gap=gap, deadline=deadline, say=say
+        precision=precision, ways=activations, objective=objective, limit_nbytes=budget, gap=gap, deadline=deadline, say=say
     )  # fmt: skip
     found: list[Best] = []
     late: list[Mesh] = []
     troubles: list[FitError] = []
     for k, each in enumerate(meshes):
         say(f"planning on the mesh {each}")
-        mine = replace(request, deadline=deadline.part(_SEARCH / (len(meshes) - k)))
-        look = best_known_on if found and deadline.passed else best_on
+        look, kept = best_known_on if found and deadline.passed else best_on, None
         try:
+            kept = reserved(cluster, memory, reserve, each)
+            limit = limit_of(cluster, memory, reserve, each)
+            mine = replace(request, limit_nbytes=limit, deadline=deadline.part(_SEARCH / (len(meshes) - k)))
             one = look(layers, cluster, each, mine)
         except FitError as error:
             few = f", the nearest of {len(meshes)}" if len(meshes) > 1 else ""
-            words = f"on the mesh {each}{few}: {error}{host_tier(graph, cluster, precision, limit)}"
-            troubles.append(FitError(words, least_nbytes=error.least_nbytes))
+            told = unfit(error, kept, cluster, reserve, each)
+            words = f"on the mesh {each}{few}: {told}{host_tier(graph, cluster, precision, budget)}"
+            troubles.append(FitError(words, least_nbytes=told.least_nbytes))
             continue
         if one is None or not one.searched:
             late.append(each)
@@ -235,11 +242,13 @@ def plan_graph(
         raise _nearest(troubles)
     best = min(found, key=lambda one: order(one.solution, objective))
     settings: dict[str, Any] = {
-        "cluster": cluster, "precision": precision, "optimizer": optimizer, "mesh": mesh, "memory": memory,
+        "cluster": cluster, "precision": precision, "optimizer": optimizer, "mesh": mesh, "memory": memory, "reserve": reserve,
         "objective": objective, "activations": activations, "time_limit": time_limit, "gap": gap,
     }  # fmt: skip
-    made = _planned(best, layers, cluster, request, optimizer)
-    source = replace(made.source, searched=mesh is None, again=partial(plan_graph, graph, **settings))
+    chosen = best.on.mesh
+    limited = replace(request, limit_nbytes=limit_of(cluster, memory, reserve, chosen))
+    made = replace(_planned(best, layers, cluster, limited, optimizer), reserve=reserved(cluster, memory, reserve, chosen))
+    source = replace(made.source, searched=mesh is None, reserve=reserve, again=partial(plan_graph, graph, **settings))
     return replace(made, late=tuple(map(str, late)), spent_seconds=time.perf_counter() - start, source=source)
 
 
@@ -316,20 +325,6 @@ def _meshes(cluster: Cluster, mesh: Mesh | str | None, where: str = "the cluster
     if mesh is None:
         return cluster.meshes(max_axes=2)
     return (whole_mesh(cluster, mesh, where),)
-
-
-def limit_of(cluster: Cluster, memory: int | str | Memory | None) -> int:
-    """The bytes of a device that a plan may use. `memory`: a size, or the `Memory` of an engine, of which the device's part
-    counts."""
-    size: Any = memory if memory is None or isinstance(memory, (int, str)) else getattr(memory, "device", memory)
-    if size not in (None, "auto"):
-        limit = parse_nbytes(size)
-        if limit <= 0:
-            raise PlanError(f"memory={memory!r}: give a size, such as '24GiB'")
-        return limit
-    if cluster.hardware is None:
-        raise PlanError("this cluster has no device memory size: give memory='24GiB', or use Cluster.preset('8xH100')")
-    return cluster.hardware.device_memory_nbytes
 
 
 def _on_meta(model: nn.Module, dtype: torch.dtype) -> nn.Module:

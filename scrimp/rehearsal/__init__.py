@@ -11,6 +11,7 @@ Read in this order:
     predict.py       predicted seconds of operators, copies and the update
     clock.py         what happens in a step, in order; the step time if operators and moves have a queue each
     meter.py         counts storages on meta, the CPU or a GPU
+    device_memory.py what the steps take of a GPU, by the allocator's counters
     result.py        `Rehearsal`, as data, text and JSON
 """
 
@@ -22,10 +23,10 @@ from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
     from scrimp.rehearsal.clock import ComputeTime
-    from scrimp.rehearsal.result import AliveTensor, Rehearsal, RehearsedPeak
+    from scrimp.rehearsal.result import AliveTensor, DeviceMemory, Rehearsal, RehearsedPeak
     from scrimp.rehearsal.run import rehearse, rehearse_all
 
-__all__ = ["AliveTensor", "ComputeTime", "Rehearsal", "RehearsedPeak", "rehearse", "rehearse_all"]
+__all__ = ["AliveTensor", "ComputeTime", "DeviceMemory", "Rehearsal", "RehearsedPeak", "rehearse", "rehearse_all"]
 
 __getattr__ = lazily(
     __name__,
@@ -34,6 +35,7 @@ __getattr__ = lazily(
         "rehearse_all": "scrimp.rehearsal.run",
         "ComputeTime": "scrimp.rehearsal.clock",
         "AliveTensor": "scrimp.rehearsal.result",
+        "DeviceMemory": "scrimp.rehearsal.result",
         "RehearsedPeak": "scrimp.rehearsal.result",
         "Rehearsal": "scrimp.rehearsal.result",
     },

@@ -26,9 +26,10 @@ import torch
 
 from scrimp.chunks import occupy
 
-PASS, QUEUED, ENTER, MOVED, STARTED, WAITED, RAN = "pass", "queued", "enter", "moved", "started", "waited", "ran"
+PASS, QUEUED, RAN = "pass", "queued", "ran"
+PACK, PACKED, ENTER, MOVED, STARTED, WAITED = "pack", "packed", "enter", "moved", "started", "waited"
 OTHER = "other"  # of work that is neither an operator nor a move
-AHEAD = 1.5  # of the seconds that the host took for a pass before
+AHEAD = 1.2  # of the seconds that the host took for the pass in the first step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +79,11 @@ class Clock:
         self._begin: Any = None
         self._moves = 0
         self._host: list[float] = []  # when each pass of this step began
-        self._before: list[float] = []  # seconds of the host for each pass of the step before
+        self._first: list[float] = []  # seconds of the host for each pass of the first step
 
     def begin(self) -> None:
         """A new step."""
-        self._before = [later - earlier for earlier, later in pairwise((*self._host, time.perf_counter()))]
+        self._first = self._first or [later - earlier for earlier, later in pairwise((*self._host, time.perf_counter()))]
         self._events, self._moves, self._host = [], 0, []
         self._begin = self._stamp()
 
@@ -91,12 +92,20 @@ class Clock:
         self._events.append(Event(PASS, self._stamp(), where=where))
         number = len(self._host)
         self._host.append(time.perf_counter())
-        if self._device.type == "cuda" and number < len(self._before):
-            occupy(self._device, AHEAD * self._before[number])
+        if self._device.type == "cuda" and number < len(self._first):
+            occupy(self._device, AHEAD * self._first[number])
             self._events.append(Event(QUEUED, self._stamp()))
 
     def ran(self, seconds: float, where: str, operators: str = OTHER) -> None:
         self._events.append(Event(RAN, self._stamp() if self.fine else None, seconds, where, operators))
+
+    def packs(self) -> None:
+        """Before a step of the program that moves something."""
+        self._events.append(Event(PACK, self._stamp()))
+
+    def packed(self) -> None:
+        """After it."""
+        self._events.append(Event(PACKED, self._stamp()))
 
     def enter(self) -> None:
         """Before this rank's own part of a move, or of waiting for one."""
@@ -148,10 +157,10 @@ def step_time(events: Sequence[Event], intervals: Sequence[float] | None) -> Ste
     arrivals: dict[int, float] = {}
     layers: dict[str, _Row] = {}
     classes: dict[str, _Row] = {}
-    where = ""
+    where, packing = "", False
     for k, event in enumerate(events):
         taken = event.seconds if intervals is None else intervals[k]
-        if event.what in (PASS, ENTER, RAN):
+        if event.what in (PASS, PACK, ENTER, RAN) and not packing:
             operators, compute, since = operators + taken, compute + taken, since + taken
             of = event.where if event.what == RAN else where
             layers.setdefault(of, _Row()).measured += taken
@@ -162,6 +171,8 @@ def step_time(events: Sequence[Event], intervals: Sequence[float] | None) -> Ste
                 row.times, row.predicted = row.times + 1, row.predicted + event.seconds
             classes[event.operators].measured += since
             where, since = event.where, 0.0
+        elif event.what in (PACK, PACKED):
+            packing = event.what == PACK
         elif event.what == MOVED:
             operators = moves = max(operators, moves) + event.seconds
         elif event.what == STARTED:

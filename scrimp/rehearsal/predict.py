@@ -6,12 +6,26 @@ from typing import Any
 
 from scrimp.cluster import Cluster
 from scrimp.engine import LoneRank
-from scrimp.lower import Ahead, Behind, Call, Fetch, LoweredLayer, Offload
+from scrimp.lower import (
+    Accumulate,
+    Ahead,
+    Behind,
+    Call,
+    Fetch,
+    Free,
+    Gather,
+    LoweredLayer,
+    Move,
+    Offload,
+    Reduce,
+    Store,
+)  # fmt: skip
 from scrimp.move import ITEMSIZE
 from scrimp.planner import UPDATE_NBYTES, work_of
 from scrimp.rehearsal.clock import OTHER, Clock
 
 OFFLOAD, UPDATE = "offload", "update"
+MOVES = (Accumulate, Gather, Move, Reduce, Store)
 
 
 class TimedPoints:
@@ -34,8 +48,13 @@ class TimedPoints:
         seconds, where, operators = self._known[key]
         if number < 0:
             self._clock.begins(where)
+        elif isinstance(program.steps[number], MOVES):
+            self._clock.packed()
         else:
             self._clock.ran(seconds, where, operators)
+        following = next((step for step in program.steps[number + 1 :] if not isinstance(step, Free)), None)
+        if isinstance(following, MOVES):
+            self._clock.packs()
 
     def end(self, name: str) -> None:
         """Of a point that is no step of a program: what follows the backward, and the update."""

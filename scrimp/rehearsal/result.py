@@ -40,6 +40,47 @@ class RehearsedPeak:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What the process takes of a GPU in the timed steps: peaks of the rank's storages (`live_nbytes`, which a plan predicts), of
+    what tensors and kernels request from the allocator, of its blocks, and of what it reserves. `outside_nbytes`: used on the
+    device besides: the context, loaded kernels, and other processes. Each peak is at a time of its own."""
+
+    live_nbytes: int
+    requested_nbytes: int
+    allocated_nbytes: int
+    reserved_nbytes: int
+    outside_nbytes: int
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """What kernels request besides the storages."""
+        return max(0, self.requested_nbytes - self.live_nbytes)
+
+    @property
+    def rounding_nbytes(self) -> int:
+        return self.allocated_nbytes - self.requested_nbytes
+
+    @property
+    def fragmentation_nbytes(self) -> int:
+        return self.reserved_nbytes - self.allocated_nbytes
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Rounding and fragmentation relative to the live bytes, for `Reserve.rehearsed`."""
+        return self.rounding_nbytes / max(self.live_nbytes, 1), self.fragmentation_nbytes / max(self.live_nbytes, 1)
+
+    def line(self) -> str:
+        """As text."""
+        parts = (
+            ("of storages", self.live_nbytes), ("of workspace", self.workspace_nbytes), ("of rounding", self.rounding_nbytes),
+            ("of fragmentation", self.fragmentation_nbytes),
+        )  # fmt: skip
+        listed = ", ".join(f"{format_nbytes(nbytes)} {name}" for name, nbytes in parts)
+        outside = format_nbytes(self.outside_nbytes)
+        return f"device    {format_nbytes(self.reserved_nbytes)} reserved: {listed}; {outside} outside the allocator"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rehearsal:
     """A step of one rank. `points` are the steps of its program in order. `kinds`: the bytes of each kind by point, at the
     instant within the point at which most is live. `on`: where it ran. `planned_nbytes`: the peak that the plan predicts.
@@ -47,7 +88,7 @@ class Rehearsal:
     model. `communication_seconds`: of all moves, by that model. `overlap_seconds`: the part of communication during which
     operators run. `step_seconds`: what a step is expected to take. `layers`: compute by class of layers and pass, named by the
     first layer; `operators`: by class of operators.
-    `device_peak_nbytes`: of the CUDA allocator. `ranks`: all ranks with this program and these sizes, in `rehearse_all`.
+    `device_memory`: what a GPU needs besides. `ranks`: all ranks with this program and these sizes, in `rehearse_all`.
 
     >>> import scrimp
     >>> from scrimp import zoo
@@ -74,7 +115,7 @@ class Rehearsal:
     step_seconds: float
     layers: tuple[ComputeTime, ...] = ()
     operators: tuple[ComputeTime, ...] = ()
-    device_peak_nbytes: int | None = None
+    device_memory: DeviceMemory | None = None
     ranks: tuple[int, ...] = ()
 
     @cached_property
@@ -96,6 +137,7 @@ class Rehearsal:
         try:
             del data["format"], data["version"]
             peak = data.pop("peak")
+            device = data.pop("device_memory")
             alive = tuple(AliveTensor(**{**each, "shape": tuple(each["shape"])}) for each in peak.pop("alive"))
             return cls(
                 **{
@@ -107,6 +149,7 @@ class Rehearsal:
                     "operators": tuple(ComputeTime(**each) for each in data["operators"]),
                 },
                 peak=RehearsedPeak(**peak, alive=alive),
+                device_memory=None if device is None else DeviceMemory(**device),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ScrimpError(f"the text is not a rehearsal of `to_json`: {type(error).__name__} {error}") from error
@@ -137,5 +180,7 @@ class Rehearsal:
         lines.append(
             f"moves     {self.communication_seconds:.4g} s predicted, of which {self.overlap_seconds:.4g} s beside operators"
         )
+        if self.device_memory is not None:
+            lines.append(self.device_memory.line())
         lines.append(f"step      {self.step_seconds:.4g} s expected")
         return "\n".join(lines)

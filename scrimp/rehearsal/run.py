@@ -19,6 +19,7 @@ from scrimp.planner import Plan
 from scrimp.rehearsal.classes import classes
 from scrimp.rehearsal.clock import Clock, StepTime
 from scrimp.rehearsal.communicator import StubPeers, StubRanks
+from scrimp.rehearsal.device_memory import device_memory, start_peaks
 from scrimp.rehearsal.meter import StorageMeter
 from scrimp.rehearsal.predict import TimedPoints
 from scrimp.rehearsal.result import AliveTensor, Rehearsal, RehearsedPeak
@@ -94,7 +95,7 @@ def _rehearsed(
     try:
         args, kwargs = _given(batch, device)
         lone.step(args, kwargs, Both(recorder, timed), metered=True)
-        took, allocated = (clock.result(), None) if on == "meta" else _timed(lone, timed, clock, args, kwargs, device)
+        took = clock.result() if on == "meta" else _timed(lone, timed, clock, args, kwargs, device)
     except torch.cuda.OutOfMemoryError as error:
         raise FitError(f"rank {rank} does not fit on this GPU: {error}; rehearse on='meta'", tier="device") from error
     finally:
@@ -106,7 +107,7 @@ def _rehearsed(
             planned_nbytes=lone.program.peak_nbytes, compute_seconds=None if on == "meta" else took.compute,
             predicted_seconds=sum(each.predicted_seconds for each in took.layers),
             communication_seconds=took.communication, overlap_seconds=took.overlap, step_seconds=_with_bubble(plan, took.step),
-            layers=took.layers, operators=took.operators, device_peak_nbytes=allocated,
+            layers=took.layers, operators=took.operators, device_memory=device_memory(device, max(timeline.totals)),
         ),
         lone,
         comm,
@@ -167,18 +168,17 @@ def _given(batch: Batch, device: torch.device) -> tuple[tuple[Any, ...], dict[st
 
 def _timed(
     lone: LoneRank, timed: TimedPoints, clock: Clock, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[StepTime, int | None]:
-    """The fastest of some steps, with operators as measured in a step of their own; and the peak of the CUDA allocator."""
+) -> StepTime:
+    """The fastest of some steps, with operators as measured in a step of their own."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        start_peaks(device)
     found = []
     for k in range(-1, TIMED + 1):  # the first one warms up, the last one has operators
         clock.fine = k == TIMED
         lone.step(args, kwargs, timed, metered=False)
         found.append(clock.result())
     fastest = min(found[1:-1], key=lambda each: each.compute)
-    allocated = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return replace(fastest, operators=found[-1].operators), allocated
+    return replace(fastest, operators=found[-1].operators)
 
 
 def _with_bubble(plan: Plan, seconds: float) -> float:

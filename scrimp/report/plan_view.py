@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from scrimp.cluster import Cluster, ReservePart
+from scrimp.errors import ScrimpError
+from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes
 from scrimp.report import figures, html
 from scrimp.report.run_folder import intact
@@ -25,6 +28,7 @@ def plan_panel(plan: Plan | None) -> str:
         parts = [
             html.facts("plan-facts", _facts(plan)),
             *_peak(plan["memory"]),
+            *_beside(plan),
             *_stages(plan),
             html.heading("Layers and layouts"),
             html.words(
@@ -129,6 +133,31 @@ def _peak(memory: Mapping[str, Any]) -> list[str]:
         html.bar([(kind["kind"], kind["nbytes"]) for kind in kinds], memory["peak_nbytes"]),
         html.table("plan-peak", ("kind", "bytes", "of them replicated"), rows),
     ]
+
+
+def _beside(plan: Plan) -> list[str]:
+    """What a device needs beside the plan: as the plan's budget reserves it; else as its kind of devices needs it."""
+    reserve = plan.get("reserve")
+    if reserve:
+        parts = tuple(ReservePart(**part) for part in reserve["parts"])
+        budget, limit = format_nbytes(reserve["budget_nbytes"]), format_nbytes(reserve["limit_nbytes"])
+        said = f"The budget of {budget} keeps these bytes free; the plan may use {limit}."
+    else:
+        parts = _expected(plan)
+        said = "A device needs these bytes beside the peak. The plan's budget does not count them."
+    if not parts:
+        return []
+    rows = [(part.name, html.nbytes(part.nbytes), part.source) for part in parts]
+    return [html.heading("Beside the plan"), html.words(said, "note"), html.table("beside", ("part", "bytes", "known"), rows)]
+
+
+def _expected(plan: Plan) -> tuple[ReservePart, ...]:
+    schedule = plan.get("schedule")
+    try:
+        cluster, mesh = Cluster.from_json(plan["cluster"]), Mesh.parse(plan["mesh"])
+    except (ScrimpError, KeyError, TypeError, ValueError, AttributeError):
+        return ()  # a cluster that cannot be read is shown as unknown
+    return cluster.beside(plan["memory"]["peak_nbytes"], mesh, len(schedule["stages"]) if schedule else 1)
 
 
 def _stages(plan: Plan) -> list[str]:

@@ -26,7 +26,7 @@ from scrimp.report.metrics import read_metrics
 from scrimp.report.timeline import check_rehearsal, check_trace
 
 VERSION = 1
-REHEARSED = "scrimp.rehearsal"
+REHEARSED, REHEARSED_VERSIONS = "scrimp.rehearsal", (1, 2)  # a report reads the timeline, which both have
 RUN, MACHINE, TRACE, BOUND = "scrimp.run", "scrimp.run.machine", "scrimp.run.trace", "scrimp.run.bound"
 FORMATS = {"run.json": RUN, "machine.json": MACHINE, "trace.json": TRACE, "bound.json": BOUND}
 METRICS, PLAN, REHEARSAL = "metrics.jsonl", "plan.json", "rehearsal.json"
@@ -126,7 +126,7 @@ def rehearsal_of(given: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     data = given if isinstance(given, Mapping) else read_json(Path(given), "a rehearsal of scrimp")
     where = "the rehearsal" if path is None else str(path)
     try:
-        check_format(data, REHEARSED, VERSION, RunError)
+        check_format(data, REHEARSED, REHEARSED_VERSIONS, RunError)
     except RunError as error:
         raise RunError(f"{where}: {error}") from error
     check_rehearsal(data, where)

@@ -267,6 +267,7 @@ def test_probe(tmp_path: Path) -> None:
     text = scrimp("probe", "--device", "cpu", "--disk", str(tmp_path), "--json", str(file)).output
     for name in ("device", "compute, bf16", "copies up", "copies down", "host update", "disk"):
         assert re.search(rf"^{name}.* \S", text, re.MULTILINE), text
+    assert "beside a plan: not measured, because this device is a CPU" in text
     machine = Cluster.from_json(file.read_text()).machine
     assert machine is not None
     assert all(figure in text for _, figure in machine.rows())

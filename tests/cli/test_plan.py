@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scrimp import Plan
 from tests.cli.test_cli import _plain_wide_output, scrimp
 
 __all__ = ["_plain_wide_output"]  # a fixture, for every test here
@@ -19,6 +20,22 @@ def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert "\nblocks.0" in text
     assert "\n  attention.qkv.weight " in text
     assert json.loads(out.read_text())["format"] == "scrimp.plan"
+
+
+def test_what_is_reserved_is_printed_and_written(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    where = ["--cluster", "2xA100-80", "--mesh", "x=2", "--batch", "8", "--keep", "--time-limit", "2"]
+    text = scrimp("plan", "gpt-tiny", *where, "--memory", "3GiB", "--reserve", "auto", "--out", str(out), "--baselines").output
+    assert "beside    the plan, which may use" in text
+    written = Plan.load(out)
+    assert written.reserve is not None
+    assert str(written.reserve.parts[-1]).startswith("NCCL ")
+    assert all(str(part) in text for part in written.reserve.parts)
+    text = scrimp("plan", "gpt-tiny", *where, "--memory", "3GiB", "--reserve", "1GiB").output
+    assert "of the budget of 3.0 GiB: reserve 1.0 GiB (given)" in text
+    told = scrimp("plan", "gpt-tiny", *where, "--memory", "1GiB", "--reserve", "2GiB", code=1).stderr
+    assert "a budget of 1.0 GiB, and beside the plan it needs 2.0 GiB: reserve 2.0 GiB (given)" in told
+    assert "reserve='much'" in scrimp("plan", "gpt-tiny", *where, "--reserve", "much", code=2).stderr
 
 
 def test_known_parallelisms_stand_beside_it() -> None:

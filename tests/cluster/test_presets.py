@@ -129,8 +129,8 @@ def test_json_of_clusters_with_hardware() -> None:
     data = json.loads(cluster.to_json())
     assert data["version"] == 2
     assert json.loads(Cluster().to_json())["version"] == 1
-    with pytest.raises(ScrimpError, match=r"version 4, .* version 1 or 2 or 3"):
-        Cluster.from_json(json.dumps({**data, "version": 4}))
+    with pytest.raises(ScrimpError, match=r"version 5, .* version 1 or 2 or 3 or 4"):
+        Cluster.from_json(json.dumps({**data, "version": 5}))
     data["hardware"]["cores"] = data["hardware"].pop("nodes")
     with pytest.raises(ScrimpError, match=r"'cores'.*'nodes'"):
         Cluster.from_json(json.dumps(data))

@@ -92,6 +92,7 @@ def _figures(one: Plan, other: Plan) -> Iterator[Row]:
     kinds = [{kind.kind: kind.nbytes for kind in plan.memory.kinds} for plan in (one, other)]
     for kind in dict.fromkeys([*kinds[0], *kinds[1]]):
         yield from nbytes(f"  {kind}", kinds[0].get(kind, 0), kinds[1].get(kind, 0))
+    yield from nbytes("reserved beside it", *(sum(part.nbytes for part in each.beside if each.reserve) for each in (one, other)))
     if one.memory.where != other.memory.where:
         yield row("  it is at", one.memory.where, other.memory.where)
     if one.seconds != other.seconds:

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scrimp.cluster import Cluster, ReservePart
 from scrimp.layout import Mesh
 from scrimp.ledger import format_nbytes
 
 if TYPE_CHECKING:
-    from scrimp.cluster import Cluster
     from scrimp.planner.answers.diff import Difference
     from scrimp.planner.answers.explain import Explanation
 
@@ -61,6 +61,19 @@ class PlannedMemory:
     def floor_nbytes(self) -> int:
         """The peak if each byte held then were on one device only."""
         return self.peak_nbytes - sum(kind.redundant_nbytes for kind in self.kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedReserve:
+    """What the budget of a device keeps free of the plan, by part. `limit_nbytes`: what is left for live storages."""
+
+    budget_nbytes: int
+    limit_nbytes: int
+    parts: tuple[ReservePart, ...]
+
+    def __str__(self) -> str:
+        kept = ", ".join(map(str, self.parts)) or "nothing"
+        return f"{format_nbytes(self.limit_nbytes)}: the budget of {format_nbytes(self.budget_nbytes)} without {kept}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +219,7 @@ class Plan:
     with free per-layer choices (0: not computed). `held_nbytes`: all bytes that a device holds at some time of a step, each
     tensor counted once; with stages, their mean. "redundancy" minimises it. `late`: meshes without time for a search, on which
     only baselines were compared. With a `schedule` the mesh is that of one stage, and `memory` that of the stage with the largest
-    peak.
+    peak. `reserve`: what the budget keeps free for the rest that a device needs; None if the budget was for live storages alone.
 
     >>> import scrimp
     >>> from scrimp import zoo
@@ -235,6 +248,7 @@ class Plan:
     spent_seconds: float = 0.0
     whole: tuple[KeptWhole, ...] = ()
     schedule: Schedule | None = None
+    reserve: PlannedReserve | None = None
     source: Any = field(default=None, compare=False, repr=False)  # problem and solution, only in the process that planned it
 
     @property
@@ -248,6 +262,15 @@ class Plan:
                 found.append(each)
         return tuple(each for each in self.whole if each in found)
 
+    @property
+    def beside(self) -> tuple[ReservePart, ...]:
+        """What a device needs beside the plan: what was reserved; else what its kind needs beside the peak, which no budget
+        counts. Empty on CPUs."""
+        if self.reserve is not None:
+            return self.reserve.parts
+        stages = 1 if self.schedule is None else len(self.schedule.stages)
+        return Cluster.from_json(self.cluster).beside(self.memory.peak_nbytes, self.mesh, stages)
+
     def summary(self) -> str:
         lines = [
             f"mesh      {self.mesh}{' of each stage' if self.schedule and len(self.schedule.stages) > 1 else ''}",
@@ -260,6 +283,8 @@ class Plan:
             + (f", {format_nbytes(kind.redundant_nbytes)} of it replicated" if kind.redundant_nbytes else "")
             for kind in self.memory.kinds
         ]
+        if self.beside:
+            lines.append(f"beside    the plan, {self._counted()}: {', '.join(map(str, self.beside))}")
         if self.objective == "redundancy":
             lines.append(f"held      {format_nbytes(self.held_nbytes)} a device in a step, each tensor counted once")
         of = " of the bytes held" if self.objective == "redundancy" else ""
@@ -276,6 +301,12 @@ class Plan:
             )
         lines += [f"whole     {each}" for each in self.costly]
         return "\n".join(lines)
+
+    def _counted(self) -> str:
+        if self.reserve is None:
+            return "not in its budget"
+        budget, limit = format_nbytes(self.reserve.budget_nbytes), format_nbytes(self.reserve.limit_nbytes)
+        return f"which may use {limit} of the budget of {budget}"
 
     def explain(self, name: str, *, time_limit: float = 20.0) -> Explanation:
         """Why a weight, an operator or a layer ("blocks.3.mlp.up.weight", "blocks.3.attention", "blocks.3") is sharded as it is:
@@ -321,6 +352,8 @@ class Plan:
         from scrimp.planner.answers.plan_file import FORMAT, VERSION
 
         data = {name: value for name, value in asdict(self.bare()).items() if name not in ("mesh", "source")}
+        if self.reserve is None:
+            del data["reserve"]  # so that older readers can load it
         return json.dumps({"format": FORMAT, "version": VERSION, "mesh": str(self.mesh), **data})
 
     def bare(self) -> Plan:

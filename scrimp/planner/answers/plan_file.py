@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from scrimp.cluster import ReservePart
 from scrimp.errors import LayoutError, PlanError, check_format
 from scrimp.layout import Mesh
 from scrimp.planner.answers.plan import (
@@ -19,6 +20,7 @@ from scrimp.planner.answers.plan import (
     PlannedMemory,
     PlannedModel,
     PlannedOp,
+    PlannedReserve,
     PlannedStage,
     PlannedWeight,
     Schedule,
@@ -60,6 +62,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         batch=tuple(_input(each) for each in data.pop("batch")),
         whole=tuple(KeptWhole(**each) for each in data.pop("whole")),
         late=tuple(data.pop("late", ())),
+        reserve=_reserve(data.pop("reserve", None)),
         **data,
     )
 
@@ -68,6 +71,13 @@ def _memory(data: Mapping[str, Any]) -> PlannedMemory:
     return PlannedMemory(
         peak_nbytes=data["peak_nbytes"], where=data["where"], kinds=tuple(Kind(**kind) for kind in data["kinds"])
     )
+
+
+def _reserve(data: Mapping[str, Any] | None) -> PlannedReserve | None:
+    if data is None:
+        return None
+    parts = tuple(ReservePart(**part) for part in data["parts"])
+    return PlannedReserve(budget_nbytes=data["budget_nbytes"], limit_nbytes=data["limit_nbytes"], parts=parts)
 
 
 def _model(data: Mapping[str, Any]) -> PlannedModel:

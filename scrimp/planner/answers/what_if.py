@@ -15,6 +15,7 @@ from scrimp.errors import FitError, PlanError, ScrimpError
 from scrimp.ledger import format_nbytes, parse_nbytes
 from scrimp.planner.answers.from_solution import planned_anew
 from scrimp.planner.answers.plan import Plan
+from scrimp.planner.budget import budget_for, reserved, unfit
 from scrimp.planner.deadline import Deadline
 from scrimp.planner.solver.progress import in_words
 from scrimp.planner.solver.solve import TIME, solve
@@ -72,12 +73,13 @@ def _with_nodes(plan: Plan, more: int) -> Cluster:
 
 
 def _limit(plan: Plan, change: Change) -> int:
-    """The new budget, relative to the old budget if the objective was time, else to the peak."""
+    """The new budget, relative to the old budget if the objective was time, else to the peak with what is reserved beside it."""
     if not change.sign:
         return change.nbytes
-    now = plan.memory.peak_nbytes
+    cluster = Cluster.from_json(plan.cluster)
+    now = budget_for(cluster, plan.memory.peak_nbytes, plan.source.reserve, plan.mesh)
     if plan.objective == TIME and plan.source.problem.limit_nbytes is not None:
-        now = plan.source.problem.limit_nbytes
+        now = plan.source.problem.limit_nbytes if plan.reserve is None else plan.reserve.budget_nbytes
     limit = now + change.nbytes if change.sign == "+" else now - change.nbytes
     if limit <= 0:
         raise PlanError(f"what if {format_nbytes(change.nbytes)} less: a device has {format_nbytes(now)} for this plan")
@@ -92,24 +94,27 @@ def _on(plan: Plan, cluster: Cluster, time_limit: float, gap: float, progress: S
     return found
 
 
-def _within(plan: Plan, limit: int, time_limit: float, gap: float, progress: Say | None) -> Plan:
+def _within(plan: Plan, budget: int, time_limit: float, gap: float, progress: Say | None) -> Plan:
     """On the plan's mesh, warm-started from its choice; also on others, if the planner chose the mesh or searched a subset of
     options."""
     source, say, deadline = plan.source, progress or (lambda words: None), Deadline.after(time_limit)
     further = source.searched or source.near
     found: list[Plan] = []
     trouble: FitError | None = None
-    problem = replace(source.problem, limit_nbytes=limit)
-    words = in_words(say, f"on the mesh {plan.mesh}: ")
+    words, cluster, kept = in_words(say, f"on the mesh {plan.mesh}: "), Cluster.from_json(plan.cluster), None
     try:
+        kept = reserved(cluster, budget, source.reserve, plan.mesh)
+        problem = replace(source.problem, limit_nbytes=budget if kept is None else kept.limit_nbytes)
         half = time_limit / 2 if further else time_limit
         solution = solve(problem, objective=TIME, seconds=half, gap=gap, warm=source.solution.choice, progress=words)
-        found.append(planned_anew(plan, problem, solution, TIME, partial(source.again, memory=limit, objective=TIME)))
+        anew = planned_anew(plan, problem, solution, TIME, partial(source.again, memory=budget, objective=TIME))
+        found.append(replace(anew, reserve=kept))
     except FitError as error:
-        trouble = FitError(f"on the mesh {plan.mesh}: {error}", least_nbytes=error.least_nbytes)
+        told = unfit(error, kept, cluster, source.reserve, plan.mesh)
+        trouble = FitError(f"on the mesh {plan.mesh}: {told}", least_nbytes=told.least_nbytes)
     if further:
         try:
-            found.append(source.again(memory=limit, objective=TIME, time_limit=deadline.left(), gap=gap, progress=progress))
+            found.append(source.again(memory=budget, objective=TIME, time_limit=deadline.left(), gap=gap, progress=progress))
         except FitError as error:
             trouble = error
     if not found:

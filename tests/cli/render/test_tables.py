@@ -17,6 +17,7 @@ from scrimp.cli.demo import closing_table
 from scrimp.cli.demo.train import Figures, Plain
 from scrimp.cli.render.choices import Run, choice_lines, runs_of
 from scrimp.cli.render.table import print_words, table_lines, wrapped
+from scrimp.cluster import Cluster
 from scrimp.cluster._presets import KINDS
 from scrimp.layout import Mesh
 from scrimp.planner.answers.plan import Plan, PlannedLayers, PlannedMemory, PlannedOp, PlannedWeight
@@ -143,8 +144,8 @@ def layers(path: str, first: int, count: int = 1, *, last: str = "", axes: str =
 def plan_of(*every: PlannedLayers) -> Plan:
     memory = PlannedMemory(peak_nbytes=1, kinds=(), where="here")
     return Plan(
-        mesh=Mesh.parse("x=2,y=2"), cluster="", precision="bf16", optimizer="adamw", objective="memory", memory=memory,
-        seconds=1.0, gap=0.0, seconds_gap=0.0, layers=every,
+        mesh=Mesh.parse("x=2,y=2"), cluster=Cluster().to_json(), precision="bf16", optimizer="adamw", objective="memory",
+        memory=memory, seconds=1.0, gap=0.0, seconds_gap=0.0, layers=every,
     )  # fmt: skip
 
 
