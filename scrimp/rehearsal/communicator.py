@@ -4,6 +4,7 @@ seconds."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ class StubRanks(MeteredRanks):
         return bool(self.native)
 
 
+Parts = Sequence[tuple[int, torch.Tensor]]
+
+
 class StubPeers(Peers):
     """The ranks of other pipeline stages. Messages have one link: the slowest of the cluster."""
 
@@ -63,12 +67,13 @@ class StubPeers(Peers):
         super().__init__(mesh.size)
         self.seconds, self._link = 0.0, cluster.default
 
-    def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
+    def send(self, parts: Parts, stage: int, tag: int) -> Any:
         return _Arrived()
 
-    def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
-        self.seconds += self._link.latency_seconds + tensor.nbytes / self._link.bytes_per_second
-        tensor.zero_()
+    def receive(self, parts: Parts, stage: int, tag: int) -> Any:
+        for _, tensor in parts:
+            self.seconds += self._link.latency_seconds + tensor.nbytes / self._link.bytes_per_second
+            tensor.zero_()
         return _Arrived()
 
     def spread(self, tensor: torch.Tensor, stage: int) -> None:
