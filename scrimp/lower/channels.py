@@ -5,9 +5,9 @@ from the last stage to the first one, and back. All pieces of a stage share its 
 of one direction in the order in which the other stage sends them, because all stages run forwards in one order of micro-batches
 and pieces, and backwards in one order too.
 
-A receive is posted where its tensor is taken, not ahead. So a message that is under way on a GPU waits for work alone that all
-ranks queue before they need it, and a rank may wait for its whole device within any task: CUDA does so when it loads a kernel or
-frees memory. A receive that is posted ahead waits for work that this rank has not queued yet, and would never end then.
+A rank may wait for its whole device within any task: CUDA does so when it loads a kernel or frees memory. A receive that is under
+way then must not need a message that this rank sends later. So a receive is not posted as soon as its buffer is free, as over
+gloo, but where its tensor is taken, or one task earlier (`posted_in_order`).
 
 Nothing here needs torch.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from scrimp.layout import Mesh
-from scrimp.lower.stages import EXPECT, TAKE, Crossing, Staged, Turn, crossing, messages
+from scrimp.lower.stages import EXPECT, RUN, TAKE, Crossing, Staged, Turn, crossing, messages
 from scrimp.move import Channel
 
 Pairs = set[tuple[int, int]]
@@ -57,14 +57,25 @@ def channels_of(staged: Staged) -> tuple[Channel, ...]:
     )
 
 
-def posted_late(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The same turns, with each tensor expected just before it is taken."""
+def posted_in_order(turns: Sequence[Turn], interleave: int) -> tuple[Turn, ...]:
+    """The same turns, with each tensor expected just before it is taken. With several pieces a stage, where forwards and
+    backwards alternate, all stages may have sent tensors of one way, and each runs a task of the other way next: there a tensor
+    is expected before that task."""
     found: list[Turn] = []
+    ran: list[int] = []  # where the tasks are
     for turn in turns:
+        if turn.kind == EXPECT:
+            continue
         if turn.kind == TAKE:
-            found.append(Turn(kind=EXPECT, task=turn.task))
-        if turn.kind != EXPECT:
-            found.append(turn)
+            backward, expected = turn.task.backward, Turn(kind=EXPECT, task=turn.task)
+            if interleave > 1 and [found[at].task.backward for at in ran[-2:]] == [backward, not backward]:
+                found.insert(ran[-1], expected)
+                ran[-1] += 1
+            else:
+                found.append(expected)
+        elif turn.kind == RUN:
+            ran.append(len(found))
+        found.append(turn)
     return tuple(found)
 
 

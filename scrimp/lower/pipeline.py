@@ -2,7 +2,7 @@
 
 A tensor from another stage arrives in a buffer that stays for the whole step, and a task copies it from there; the next one may
 arrive from then on. A tensor that a task sends is held until it has arrived, at the latest when the same piece runs again in that
-direction. So memory does not depend on the clock.
+direction. So memory does not depend on the clock. All tensors of a task are ready before the first of them is sent.
 
     gradients   of all micro-batches are accumulated, each with the weight 1 / micro-batches
     loss        is the mean over micro-batches, and every rank gets it
@@ -19,7 +19,7 @@ import torch
 
 from scrimp.capture import Value
 from scrimp.errors import RunError
-from scrimp.lower.channels import posted_late, tag_of, tied_tag
+from scrimp.lower.channels import posted_in_order, tag_of, tied_tag
 from scrimp.lower.moves import Communicator, local_shape, redistribute
 from scrimp.lower.run import Key, Runner, Slots, Weights
 from scrimp.lower.stages import (
@@ -101,7 +101,7 @@ class Pipeline:
         numbers = range(stage, len(staged.pieces), staged.stages)
         self.runners = {k: runner(staged.pieces[k].lowered, comm, weights, device=device) for k in numbers}
         order = turns(stage, staged.stages, staged.micro_batches, len(self.runners))
-        self.turns = posted_late(order) if wire.ordered else order
+        self.turns = posted_in_order(order, len(self.runners)) if wire.ordered else order
 
     def step(self, batch: Mapping[str, torch.Tensor], *, scale: float = 1.0) -> torch.Tensor:
         """Forward and backward of all micro-batches. `batch`: all rows of the step, from which this rank takes its part of a
@@ -119,16 +119,15 @@ class Pipeline:
             self.wire.spread(loss, (len(self.staged.pieces) - 1) % self.staged.stages)
         return loss
 
-    def send(self, crossed: Crossing, tensor: torch.Tensor, stage: int, tag: int) -> Sent:
-        """Sends this rank's messages. A part that is not contiguous is packed."""
+    def parts(self, crossed: Crossing, tensor: torch.Tensor) -> Parts:
+        """What this rank sends of a tensor. A part that is not contiguous is packed."""
         order, mesh = crossed.order, self.comm.mesh
         if crossed.held != crossed.before:
             tensor = redistribute(self.comm, tensor, crossed.held, crossed.before, order, donate=False)
         before, after = crossed.before.permuted(order), crossed.after.permuted(order)
         tile = (tensor.permute(*order) if order else tensor).reshape(tile_shape(before, after, mesh))
         mine = [each for each in messages(before, after, mesh) if each.sender == self.comm.rank]
-        parts = [(each.receiver, _part(tile, each.source).contiguous()) for each in mine]
-        return parts, self.wire.send(parts, stage, tag)
+        return [(each.receiver, _part(tile, each.source).contiguous()) for each in mine]
 
     def _sum_tied(self, name: str, stages: tuple[int, ...], tag: int) -> None:
         """Each stage receives the gradients of the others, and adds them in the order of stages."""
@@ -140,9 +139,10 @@ class Pipeline:
         arriving = {
             s: _Inbox(self, crossing(name, here.dtype, (), each.use, here.use, mesh), s, tag) for s, each in others.items()
         }
+        leaving = {s: self.parts(crossing(name, here.dtype, (), here.use, each.use, mesh), mine) for s, each in others.items()}
         for box in arriving.values():
             box.expect()
-        sent = [self.send(crossing(name, here.dtype, (), here.use, each.use, mesh), mine, s, tag) for s, each in others.items()]
+        sent = [(parts, self.wire.send(parts, s, tag)) for s, parts in leaving.items()]
         total: torch.Tensor | None = None
         for s in stages:
             part = mine if s == self.stage else arriving[s].take()
@@ -220,10 +220,9 @@ class _Step:
         elif turn.kind == SEND:
             piece, stage = self.pipeline.staged.pieces[task.piece], task.piece % self.pipeline.staged.stages
             tag = tag_of(task.piece, backward=task.backward)
-            self.sent[where] = [
-                self.pipeline.send(crossed, self.made.pop(crossed.name), stage, tag)
-                for crossed in (piece.back_takes if task.backward else piece.takes)
-            ]
+            takes = piece.back_takes if task.backward else piece.takes
+            leaving = [self.pipeline.parts(crossed, self.made.pop(crossed.name)) for crossed in takes]
+            self.sent[where] = [(parts, self.pipeline.wire.send(parts, stage, tag)) for parts in leaving]
         else:
             _wait(self.sent.pop(where))
 

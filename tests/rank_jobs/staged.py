@@ -34,7 +34,7 @@ def stage_groups(stages: int, size: int) -> list[dist.ProcessGroup]:
 
 
 def step(
-    plan: str, graph: str, family: str, dim: int, rows: int, generated: bool = False
+    plan: str, graph: str, family: str, dim: int, rows: int, generated: bool = False, channels: bool = False
 ) -> tuple[float, dict[str, torch.Tensor], int, str]:
     model = build(family, dim)  # first: a graph may have operators that the model's module registers
     found, captured = Plan.from_json(plan), from_json(graph)
@@ -44,7 +44,7 @@ def step(
     comm = Ranks(staged.mesh, rank, stage_groups(staged.stages, staged.mesh.size)[stage])
     batch = batch_of(captured, batch_for(family, rows, dim))
     runner = Generated if generated else Interpreter
-    return metered_stage(staged, stage, comm, model, batch, found.optimizer, runner)
+    return metered_stage(staged, stage, comm, model, batch, found.optimizer, runner, channels=channels)
 
 
 class Counted(Ranks):
