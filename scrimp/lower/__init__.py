@@ -23,6 +23,7 @@ Read in this order:
     interpret.py  runs them one by one: the oracle of the generated source
     layer_module.py  a lowered layer as an `nn.Module`, for a training loop of one's own
     stages.py     `lower_stages`: the pieces of a pipeline, what crosses their borders, and the order of a stage's turns
+    channels.py   the process groups of a pipeline over a backend without tags
     pipeline.py   a training step of a rank of a pipeline, over all micro-batches
 """
 
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
+    from scrimp.lower.channels import channels_of
     from scrimp.lower.checker import check, digest
     from scrimp.lower.interpret import Interpreter
     from scrimp.lower.layer_module import LayerModule, module
@@ -97,6 +99,7 @@ __all__ = [
     "Summed",
     "Together",
     "buckets_of",
+    "channels_of",
     "check",
     "chunks",
     "crossing",
@@ -124,6 +127,7 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "channels_of": "scrimp.lower.channels",
         "check": "scrimp.lower.checker",
         "digest": "scrimp.lower.checker",
         "Arrived": "scrimp.lower.moves",

@@ -2,7 +2,7 @@
 
 A tensor from another stage arrives in a buffer that stays for the whole step, and a task copies it from there; the next one may
 arrive from then on. A tensor that a task sends is held until it has arrived, at the latest when the same piece runs again in that
-direction. So memory does not depend on the clock.
+direction. So memory does not depend on the clock. All tensors of a task are ready before the first of them is sent.
 
     gradients   of all micro-batches are accumulated, each with the weight 1 / micro-batches
     loss        is the mean over micro-batches, and every rank gets it
@@ -11,7 +11,7 @@ direction. So memory does not depend on the clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import torch
 
 from scrimp.capture import Value
 from scrimp.errors import RunError
+from scrimp.lower.channels import posted_in_order, tag_of, tied_tag
 from scrimp.lower.moves import Communicator, local_shape, redistribute
 from scrimp.lower.run import Key, Runner, Slots, Weights
 from scrimp.lower.stages import (
@@ -44,15 +45,25 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-Sent = tuple[torch.Tensor, Handle]
+Parts = list[tuple[int, torch.Tensor]]  # the other rank, and the part of a tensor
+Sent = tuple[Parts, Handle]
 
 
 class Wire(Protocol):
-    """Between ranks of different stages: `scrimp.move.Peers`, or a simulation."""
+    """Between ranks of different stages: `scrimp.move.Peers`, `scrimp.move.ChannelPeers`, or a simulation. `ordered`: tensors
+    must be received in the order in which the other stage sends them."""
 
-    def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Handle: ...
+    ordered: bool
 
-    def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Handle: ...
+    def join(self) -> None:
+        """All ranks call it before the messages of a step."""
+        ...
+
+    def send(self, parts: Sequence[tuple[int, torch.Tensor]], stage: int, tag: int) -> Handle:
+        """The parts of a tensor, each to a rank of a stage."""
+        ...
+
+    def receive(self, parts: Sequence[tuple[int, torch.Tensor]], stage: int, tag: int) -> Handle: ...
 
     def spread(self, tensor: torch.Tensor, stage: int) -> None:
         """Overwrites a tensor with that of the first rank of a stage, on every rank."""
@@ -70,7 +81,8 @@ class StageWeights(Weights, Protocol):
 
 
 class Pipeline:
-    """`runner`: what runs the steps of a piece, `Interpreter` or `Generated`. `comm`: of the ranks of this stage."""
+    """`runner`: what runs the steps of a piece, `Interpreter` or `Generated`. `comm`: of the ranks of this stage. `device`: where
+    operators run, and where tensors of other stages arrive."""
 
     def __init__(
         self,
@@ -82,15 +94,19 @@ class Pipeline:
         runner: type[Runner],
         *,
         seed: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
+        self.device = torch.device(device)
         self.staged, self.stage, self.comm, self.weights, self.wire, self.seed = staged, stage, comm, weights, wire, seed
         numbers = range(stage, len(staged.pieces), staged.stages)
-        self.runners = {k: runner(staged.pieces[k].lowered, comm, weights) for k in numbers}
-        self.turns = turns(stage, staged.stages, staged.micro_batches, len(self.runners))
+        self.runners = {k: runner(staged.pieces[k].lowered, comm, weights, device=device) for k in numbers}
+        order = turns(stage, staged.stages, staged.micro_batches, len(self.runners))
+        self.turns = posted_in_order(order, len(self.runners)) if wire.ordered else order
 
     def step(self, batch: Mapping[str, torch.Tensor], *, scale: float = 1.0) -> torch.Tensor:
         """Forward and backward of all micro-batches. `batch`: all rows of the step, from which this rank takes its part of a
         micro-batch when a piece needs it. The loss is that of the whole batch. `scale`: a factor of all gradients."""
+        self.wire.join()
         with torch.no_grad():
             step = _Step(self, batch, scale)
             for turn in self.turns:
@@ -99,23 +115,19 @@ class Pipeline:
             del step
             for number, (name, stages) in enumerate(self.staged.tied):
                 if self.stage in stages:
-                    self._sum_tied(name, stages, 2 * len(self.staged.pieces) + number)
+                    self._sum_tied(name, stages, tied_tag(len(self.staged.pieces), number))
             self.wire.spread(loss, (len(self.staged.pieces) - 1) % self.staged.stages)
         return loss
 
-    def send(self, crossed: Crossing, tensor: torch.Tensor, stage: int, tag: int) -> list[Sent]:
-        """Sends this rank's messages. A part that is not contiguous is packed."""
+    def parts(self, crossed: Crossing, tensor: torch.Tensor) -> Parts:
+        """What this rank sends of a tensor. A part that is not contiguous is packed."""
         order, mesh = crossed.order, self.comm.mesh
         if crossed.held != crossed.before:
             tensor = redistribute(self.comm, tensor, crossed.held, crossed.before, order, donate=False)
         before, after = crossed.before.permuted(order), crossed.after.permuted(order)
         tile = (tensor.permute(*order) if order else tensor).reshape(tile_shape(before, after, mesh))
-        found = []
-        for each in messages(before, after, mesh):
-            if each.sender == self.comm.rank:
-                part = _part(tile, each.source).contiguous()
-                found.append((part, self.wire.send(part, stage, each.receiver, tag)))
-        return found
+        mine = [each for each in messages(before, after, mesh) if each.sender == self.comm.rank]
+        return [(each.receiver, _part(tile, each.source).contiguous()) for each in mine]
 
     def _sum_tied(self, name: str, stages: tuple[int, ...], tag: int) -> None:
         """Each stage receives the gradients of the others, and adds them in the order of stages."""
@@ -127,15 +139,15 @@ class Pipeline:
         arriving = {
             s: _Inbox(self, crossing(name, here.dtype, (), each.use, here.use, mesh), s, tag) for s, each in others.items()
         }
+        leaving = {s: self.parts(crossing(name, here.dtype, (), here.use, each.use, mesh), mine) for s, each in others.items()}
         for box in arriving.values():
             box.expect()
-        sent = [self.send(crossing(name, here.dtype, (), here.use, each.use, mesh), mine, s, tag) for s, each in others.items()]
+        sent = [(parts, self.wire.send(parts, s, tag)) for s, parts in leaving.items()]
         total: torch.Tensor | None = None
         for s in stages:
             part = mine if s == self.stage else arriving[s].take()
             total = part.clone() if total is None else total.add_(part)
-        for each in sent:
-            _wait(each)
+        _wait(sent)
         assert total is not None
         self.weights.set_gradient(name, total)
 
@@ -148,7 +160,7 @@ class _Inbox:
         mesh, order = run.comm.mesh, crossed.order
         self.before, self.after = crossed.before.permuted(order), crossed.after.permuted(order)
         self.tile = tile_shape(self.after, self.before, mesh)
-        self.buffer = torch.empty(prod(self.tile), dtype=getattr(torch, crossed.dtype))
+        self.buffer = torch.empty(prod(self.tile), dtype=getattr(torch, crossed.dtype), device=run.device)
         self.parts: list[tuple[int, Box, torch.Tensor]] = []
         start = 0
         for each in messages(self.before, self.after, mesh):
@@ -156,16 +168,16 @@ class _Inbox:
                 numel = prod(stop - begin for begin, stop in each.target)
                 self.parts.append((each.sender, each.target, self.buffer[start : start + numel]))
                 start += numel
-        self.waiting: list[Handle] = []
+        self.waiting: Handle | None = None
 
     def expect(self) -> None:
-        self.waiting = [self.run.wire.receive(part, self.stage, rank, self.tag) for rank, _, part in self.parts]
+        self.waiting = self.run.wire.receive([(rank, part) for rank, _, part in self.parts], self.stage, self.tag)
 
     def take(self) -> torch.Tensor:
         """A copy of what has arrived, so that the next may arrive."""
-        for handle in self.waiting:
-            handle.wait()
-        made = torch.empty(self.tile, dtype=self.buffer.dtype)
+        assert self.waiting is not None
+        self.waiting.wait()
+        made = torch.empty(self.tile, dtype=self.buffer.dtype, device=self.buffer.device)
         for _, box, part in self.parts:
             target = _part(made, box)
             target.copy_(part.view(target.shape))
@@ -180,7 +192,7 @@ class _Step:
 
     def __init__(self, run: Pipeline, batch: Mapping[str, torch.Tensor], scale: float) -> None:
         self.pipeline, self.batch, self.scale = run, batch, scale
-        self.loss = torch.zeros(())
+        self.loss = torch.zeros((), device=run.device)
         self.losses: dict[int, torch.Tensor] = {}
         self.saved: dict[tuple[int, int], list[Slots]] = {}
         self.taken: dict[str, torch.Tensor] = {}
@@ -191,7 +203,7 @@ class _Step:
             piece = run.staged.pieces[k]
             for backward, takes in ((False, piece.takes), (True, piece.back_takes)):
                 stage = (k + (1 if backward else -1)) % run.staged.stages
-                self.inboxes[k, backward] = [_Inbox(run, each, stage, 2 * k + backward) for each in takes]
+                self.inboxes[k, backward] = [_Inbox(run, each, stage, tag_of(k, backward=backward)) for each in takes]
 
     def run(self, turn: Turn) -> None:
         task = turn.task
@@ -207,11 +219,10 @@ class _Step:
             self._forward(task)
         elif turn.kind == SEND:
             piece, stage = self.pipeline.staged.pieces[task.piece], task.piece % self.pipeline.staged.stages
-            self.sent[where] = [
-                each
-                for crossed in (piece.back_takes if task.backward else piece.takes)
-                for each in self.pipeline.send(crossed, self.made.pop(crossed.name), stage, 2 * task.piece + task.backward)
-            ]
+            tag = tag_of(task.piece, backward=task.backward)
+            takes = piece.back_takes if task.backward else piece.takes
+            leaving = [self.pipeline.parts(crossed, self.made.pop(crossed.name)) for crossed in takes]
+            self.sent[where] = [(parts, self.pipeline.wire.send(parts, stage, tag)) for parts in leaving]
         else:
             _wait(self.sent.pop(where))
 

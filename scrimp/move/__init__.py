@@ -12,7 +12,8 @@ Read in this order:
     checker.py    the proof: every step obeys its typing rule and the chain ends in the target
     simulator.py  all ranks in one process: the oracle of the executor
     run/          the executor on torch.distributed: ranks compare programs first; many arrays in few calls;
-                  one rank without the others, for a rehearsal
+                  one rank without the others, for a rehearsal; messages between the stages of a pipeline, by tags
+                  (peers.py) or, on NCCL, by groups (channels.py)
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from scrimp.move.plan.synthesize import clear_program_cache, lower_bound_numel, synthesize
     from scrimp.move.plan.tiles import tiles
     from scrimp.move.program import Program, Step
+    from scrimp.move.run.channels import Channel, ChannelPeers
     from scrimp.move.run.comm import end_group, mesh_rank
     from scrimp.move.run.execute import stage_nbytes
     from scrimp.move.run.lone import LoneComm
@@ -39,10 +41,10 @@ if TYPE_CHECKING:
     from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout
 
 __all__ = [
-    "ITEMSIZE", "LoneComm", "MoveCost", "MoveCosts", "Peers", "Program", "Started", "Step", "all_gather_flat",
-    "clear_program_cache", "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank", "received_nbytes",
-    "redistribute_many", "run_between", "run_program", "seconds_on", "sizes_by_rank", "stage_nbytes", "start_program",
-    "synthesize", "tiles",
+    "ITEMSIZE", "Channel", "ChannelPeers", "LoneComm", "MoveCost", "MoveCosts", "Peers", "Program", "Started", "Step",
+    "all_gather_flat", "clear_program_cache", "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank",
+    "received_nbytes", "redistribute_many", "run_between", "run_program", "seconds_on", "sizes_by_rank", "stage_nbytes",
+    "start_program", "synthesize", "tiles",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -59,6 +61,8 @@ __getattr__ = lazily(
         "tiles": "scrimp.move.plan.tiles",
         "Program": "scrimp.move.program",
         "Step": "scrimp.move.program",
+        "Channel": "scrimp.move.run.channels",
+        "ChannelPeers": "scrimp.move.run.channels",
         "end_group": "scrimp.move.run.comm",
         "mesh_rank": "scrimp.move.run.comm",
         "stage_nbytes": "scrimp.move.run.execute",

@@ -3,7 +3,7 @@ predicted seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from scrimp.layout import Mesh
 from scrimp.lower import Handle
 from scrimp.move import LoneComm, Peers, Program, seconds_on
 from scrimp.rehearsal.clock import Clock
+
+Parts = Sequence[tuple[int, torch.Tensor]]
 
 
 class StubRanks(MeteredRanks):
@@ -72,13 +74,14 @@ class StubPeers(Peers):
         super().__init__(mesh.size)
         self._link, self._clock = cluster.default, clock
 
-    def send(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
+    def send(self, parts: Parts, stage: int, tag: int) -> Any:
         return _Arrived()
 
-    def receive(self, tensor: torch.Tensor, stage: int, rank: int, tag: int) -> Any:
+    def receive(self, parts: Parts, stage: int, tag: int) -> Any:
         self._clock.enter()
-        tensor.zero_()
-        return OnItsWay(lambda: None, self._clock, self._seconds(tensor))
+        for _, tensor in parts:
+            tensor.zero_()
+        return OnItsWay(lambda: None, self._clock, sum(self._seconds(tensor) for _, tensor in parts))
 
     def spread(self, tensor: torch.Tensor, stage: int) -> None:
         self._clock.enter()

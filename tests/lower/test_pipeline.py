@@ -40,14 +40,14 @@ FULL: list[Case] = [
 ]  # fmt: skip
 
 
-def run(case: Case, *, generated: bool = False, micro: int = MICRO) -> tuple[Plan, Ran, list[Any]]:
+def run(case: Case, *, generated: bool = False, channels: bool = False, micro: int = MICRO) -> tuple[Plan, Ran, list[Any]]:
     """The plan, one process, and what the ranks found."""
     family, stages, interleave, mesh, dim, settings = case
     model, batch = build(family, dim), batch_for(family, ROWS, dim)
     found = planned(model, batch, mesh, stages, micro, interleave, **settings)
     text = found.to_json()
     ran = pool(stages * found.mesh.size).run(
-        "tests.rank_jobs.staged:step", text, to_json(graph_of(found, model, batch)), family, dim, ROWS, generated
+        "tests.rank_jobs.staged:step", text, to_json(graph_of(found, model, batch)), family, dim, ROWS, generated, channels
     )
     return found, accumulated(model, batch, micro), ran
 
@@ -61,8 +61,8 @@ def gathered(ran: Sequence[Any]) -> Ran:
     return Ran(ran[0][0], every)
 
 
-def check(case: Case, *, generated: bool = False) -> None:
-    found, wanted, ran = run(case, generated=generated)
+def check(case: Case, *, generated: bool = False, channels: bool = False) -> None:
+    found, wanted, ran = run(case, generated=generated, channels=channels)
     for loss, *_ in ran:
         assert loss == pytest.approx(wanted.loss, rel=1e-6)
     assert worst_of(gathered(ran), wanted) < (1e-5, "")
@@ -90,6 +90,20 @@ def test_more_stages_give_the_numbers_and_the_bytes_of_the_plan(case: Case) -> N
 @pytest.mark.full
 def test_generated_source_runs_stages() -> None:
     check(("gpt", 2, 2, "x=2", 32, {}), generated=True)
+
+
+@pytest.mark.parametrize("case", [
+    ("gpt", 2, 2, "x=1", 32, KEEP),
+    *(pytest.param((family, stages, v, mesh, 32, KEEP), marks=pytest.mark.full) for family, stages, v, mesh in (
+        ("gpt", 2, 1, "x=1"), ("gpt", 2, 1, "x=2"), ("gpt", 2, 2, "x=2"), ("gpt", 4, 1, "x=1"), ("llama", 4, 2, "x=1"),
+        ("t5", 4, 2, "x=1"), ("t5", 2, 2, "x=2"), ("moe", 4, 1, "x=2"),
+    )),
+])  # fmt: skip
+def test_stages_without_tags_give_the_same(case: Case) -> None:
+    """Over channels, as on NCCL, on gloo ranks: only the order of messages says which tensor they are of."""
+    if case[0] == "t5":
+        pytest.importorskip("transformers")
+    check(case, channels=True)
 
 
 def test_micro_batches_without_stages() -> None:

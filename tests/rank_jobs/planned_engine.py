@@ -69,18 +69,21 @@ def by_parts(plan: str, name: str, rows: int) -> tuple[float, float, float]:
     return *losses, float(part.step(*batch))
 
 
-def saves(plan: str, name: str, rows: int, folder: str, **settings: Any) -> list[float]:
-    """Two steps, a checkpoint, two more steps."""
-    engine = engine_of(plan, name, settings)
+Options = dict[str, Any] | None
+
+
+def saves(plan: str, name: str, rows: int, folder: str, options: Options = None, **settings: Any) -> list[float]:
+    """Two steps, a checkpoint, two more steps. `options`: of the engine."""
+    engine = engine_of(plan, name, settings, **(options or {}))
     for step in range(2):
         stepped(engine, name, settings, rows, step)
     engine.save(folder)
     return [stepped(engine, name, settings, rows, step) for step in (2, 3)]
 
 
-def loads(plan: str, name: str, rows: int, folder: str, **settings: Any) -> tuple[list[float], float]:
+def loads(plan: str, name: str, rows: int, folder: str, options: Options = None, **settings: Any) -> tuple[list[float], float]:
     """The next steps after a checkpoint, and the loss of an evaluation before them."""
-    engine = engine_of(plan, name, settings)
+    engine = engine_of(plan, name, settings, **(options or {}))
     engine.load(folder)
     evaluated = engine.evaluate(*zoo.example_batch(name, rows, step=2, **settings))
     return [stepped(engine, name, settings, rows, step) for step in (2, 3)], float(evaluated)

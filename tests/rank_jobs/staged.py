@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,12 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 
 from scrimp import AdamW, Engine, Memory, Plan, RunError, zoo
 from scrimp.capture import from_json
+from scrimp.chunks import Wire
 from scrimp.engine.lowered.weights import EngineWeights
 from scrimp.errors import FitError
-from scrimp.lower import Generated, Interpreter, Ranks, lower_stages
-from scrimp.move import Program
-from tests.rank_jobs.planned_engine import engine_of, stepped
+from scrimp.lower import Generated, Interpreter, Ranks, channels_of, lower_stages
+from scrimp.move import ChannelPeers, Program
+from tests.rank_jobs.planned_engine import engine_of, stepped, train
 from tests.support.lowering.run import batch_of
 from tests.support.lowering.staged import LAYERS, batch_for, build, fixed_nbytes, metered_stage
 
@@ -34,7 +36,7 @@ def stage_groups(stages: int, size: int) -> list[dist.ProcessGroup]:
 
 
 def step(
-    plan: str, graph: str, family: str, dim: int, rows: int, generated: bool = False
+    plan: str, graph: str, family: str, dim: int, rows: int, generated: bool = False, channels: bool = False
 ) -> tuple[float, dict[str, torch.Tensor], int, str]:
     model = build(family, dim)  # first: a graph may have operators that the model's module registers
     found, captured = Plan.from_json(plan), from_json(graph)
@@ -44,7 +46,7 @@ def step(
     comm = Ranks(staged.mesh, rank, stage_groups(staged.stages, staged.mesh.size)[stage])
     batch = batch_of(captured, batch_for(family, rows, dim))
     runner = Generated if generated else Interpreter
-    return metered_stage(staged, stage, comm, model, batch, found.optimizer, runner)
+    return metered_stage(staged, stage, comm, model, batch, found.optimizer, runner, channels=channels)
 
 
 class Counted(Ranks):
@@ -129,16 +131,18 @@ def holds(plan: str, name: str, settings: dict[str, Any], rows: int) -> dict[str
     return {slot.name: slot.numel for layer in engine._run.store.table.layers for slot in layer.slots}
 
 
-def tied(plan: str, name: str, settings: dict[str, Any], rows: int, steps: int, weight: str) -> torch.Tensor | None:
+def tied(
+    plan: str, name: str, settings: dict[str, Any], rows: int, steps: int, weight: str, **options: Any
+) -> torch.Tensor | None:
     """A weight after some steps, by the ranks of this stage alone; None if the stage does not hold it."""
-    engine = engine_of(plan, name, settings)
+    engine = engine_of(plan, name, settings, **options)
     for step in range(steps):
         stepped(engine, name, settings, rows, step)
     passes = engine._run.under_plan
     if weight not in passes.program.part.rest:
         return None
     with torch.no_grad():
-        return EngineWeights.whole(passes.weights, weight).clone()
+        return EngineWeights.whole(passes.weights, weight).clone().cpu()
 
 
 def reads(plan: str, name: str, settings: dict[str, Any], rows: int, edited: str) -> dict[str, Any]:
@@ -240,6 +244,16 @@ def trained(engine: Engine, steps: int) -> tuple[list[float], float, dict[str, T
 
 def train_odd(plan: str, steps: int) -> tuple[list[float], float, dict[str, Tensor]]:
     return trained(Engine(odd(), plan=Plan.from_json(plan), optimizer=AdamW(lr=1e-3), precision="fp32", device="cpu"), steps)
+
+
+def trained_over_channels(plan: str, name: str, settings: dict[str, Any], rows: int, steps: int) -> Any:
+    """Steps on gloo with the messages of NCCL ranks, without tags."""
+
+    def peers_of(program: Any, wire: Wire) -> ChannelPeers:
+        return ChannelPeers(program.plan.mesh.size, channels_of(program.staged), wire.device)
+
+    with mock.patch("scrimp.engine.lowered.rank.peers_of", peers_of):
+        return train(plan, name, settings, rows, steps)
 
 
 def refused(plan: str, name: str, settings: dict[str, Any], **options: Any) -> str:

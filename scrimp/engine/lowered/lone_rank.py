@@ -82,8 +82,6 @@ class LoneRank:
         self._residents = Residents(self.store, meter, self._retire, lambda: None)
         self.passes: PlannedPasses = planned.passes(self.store, self._residents, buffers, self._take, at)
         self.passes._model = model
-        for runner in self.runners:
-            runner.device = device  # a pipeline runs on the CPU, unless it is rehearsed
         self._order = {name: k for k, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
         self._counts: dict[str, int] = {}
         if device.type != "meta":
@@ -110,7 +108,7 @@ class LoneRank:
         self.current = StepContext()
         todo = self.passes.parts(self, args, kwargs, self.micro_batches)
         losses = []
-        with self.meter if metered else nullcontext(), self._factories(), watching(self.runners, points):
+        with self.meter if metered else nullcontext(), watching(self.runners, points):
             self._residents.enter(Phase.FORWARD)
             try:
                 self._residents.begin_step(self.steps, None, metering=metered)
@@ -126,10 +124,6 @@ class LoneRank:
         self._finish()
         points.end(UPDATE)
         self.steps += 1
-
-    def _factories(self) -> Any:
-        """A pipeline makes its buffers on the default device."""
-        return torch.device(self.device) if self.program.staged is not None else nullcontext()
 
     def _finish(self) -> None:
         arrived = sorted(self.current.arrived.values(), key=lambda place: self._order[place[1].name])

@@ -142,10 +142,10 @@ def _check_ranks(plan: Plan, wire: Wire, device: torch.device) -> None:
             f"the plan is for {stages * plan.mesh.size} ranks ({each}), and {wire.world} are here: start as many with torchrun, "
             "or plan for this number"
         )
-    if stages > 1 and device.type != "cpu":
+    if stages > 1 and device.type != wire.device.type:
         raise RunError(
-            f"the plan has {stages} pipeline stages, and the device is {device}: stages exchange tensors over gloo, which has "
-            "tags, and NCCL has none; run on CPU ranks, or plan without stages"
+            f"the plan has {stages} pipeline stages, the device is {device}, and the process group is gloo's, over which stages "
+            "exchange tensors of the CPU alone: start the ranks with init_process_group('nccl'), or give Engine(device='cpu')"
         )
 
 

@@ -22,7 +22,8 @@ from scrimp.engine.setup.process_groups import leave, own_stage
 from scrimp.engine.step.residency import Residents
 from scrimp.errors import RunError
 from scrimp.exchange import Dense, Sparse
-from scrimp.move import Peers
+from scrimp.lower import channels_of
+from scrimp.move import ChannelPeers, Peers
 from scrimp.planner import Plan
 
 
@@ -60,6 +61,7 @@ class PlannedRank:
         weights = StageWeights(self.program, self.comm, self.peers, store, residents, model, receive, at)
         passes = StagedPasses(self.program, weights, self.peers, model, self.all_ranks)
         weakref.finalize(passes, leave, self.stage)
+        weakref.finalize(passes, self.peers.close)
         return passes
 
 
@@ -80,7 +82,15 @@ def planned_rank(
     axis, across = exchanging_ranks(program.part.pieces[0], exchange, wire)
     stage = own_stage(wire, stages)
     comm = MeteredRanks(plan.mesh, program.rank, stage.group)
-    peers = Peers(plan.mesh.size) if stages > 1 else None
     return PlannedRank(
-        program=program, all_ranks=wire, stage=stage, comm=comm, peers=peers, axis=axis, across=across
+        program=program, all_ranks=wire, stage=stage, comm=comm, peers=peers_of(program, wire), axis=axis, across=across
     )  # fmt: skip
+
+
+def peers_of(program: Program, wire: Wire) -> Peers | None:
+    """By tags over gloo; over NCCL, which has none, by channels."""
+    if program.staged is None:
+        return None
+    if wire.device.type == "cpu":
+        return Peers(program.plan.mesh.size)
+    return ChannelPeers(program.plan.mesh.size, channels_of(program.staged), wire.device)

@@ -118,7 +118,9 @@ class StagedPasses(PlannedPasses):
         super().__init__(program, weights, model, wire)
         assert program.staged is not None
         self._peers = peers
-        self._pipeline = Pipeline(program.staged, program.stage, self.comm, weights, peers, MeteredSteps)
+        self._pipeline = Pipeline(
+            program.staged, program.stage, self.comm, weights, peers, MeteredSteps, device=self._residents.store.device
+        )  # fmt: skip
         self._written = program.staged.written()
         self.retries, self.trains = False, bool(program.part.partials)
         self.by_hand = (

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from scrimp import AdamW, Engine, Mesh, Plan, zoo
+from scrimp import AdamW, Engine, Mesh, Plan, RunError, zoo
+from scrimp.chunks import Wire
+from scrimp.engine.lowered.program import program_of
 from scrimp.ext.ranks import RankFailure, RankPool, pool
 from tests.lower import test_ranks
 from tests.rank_jobs.planned_engine import model_of
@@ -98,6 +100,17 @@ def test_statistics_frozen_and_unused_parameters_are_right_on_every_stage() -> N
         assert found[2].keys() == state.keys()
         for name, values in found[2].items():
             assert torch.allclose(values, state[name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [("gpt", 2, 1, "x=1", 32, "adamw"), ("gpt", 2, 2, "x=2", 32, "sgd")])
+def test_an_engine_trains_the_same_without_tags(case: Case) -> None:
+    """As over NCCL, on gloo ranks."""
+    given = (*named(case[0]), ROWS, STEPS)
+    wanted, found = run(plan_of(case), TRAIN, *given), run(plan_of(case), "trained_over_channels", *given)
+    assert [losses for losses, _, _ in found] == [losses for losses, _, _ in wanted]
+    for name, weight in wanted[0][1].items():
+        assert torch.equal(found[0][1][name], weight), name
 
 
 # Weights.
@@ -243,6 +256,12 @@ def test_what_cannot_be_done_under_stages_is_refused_with_the_remedy() -> None:
             assert "use engine.step(*batch), which also updates, with the global batch of 4 micro-batches" in said
         assert "has the shape (2, 32): under this plan it is (8, 32), the global batch" in step
         assert taken["tokens"] == ((8, 32), (8, 32), (slice(0, 8), slice(0, 32)))
+
+
+def test_a_gpu_over_gloo_is_refused() -> None:
+    plan, model = plan_of(ONE), model_of(*named("gpt"))
+    with pytest.raises(RunError, match=r"2 pipeline stages, the device is cuda, and the process group is gloo's.*'nccl'"):
+        program_of(plan, model, Wire(world=2), AdamW(lr=1e-3), "fp32", torch.device("cuda"))
 
 
 def test_another_number_of_ranks_is_refused() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from scrimp import Mesh, Plan, plan, zoo
 from scrimp.capture import Graph
-from scrimp.lower import Communicator, Interpreter, Pipeline, Runner, Staged, later_axes, stage_buckets
-from scrimp.move import Peers
+from scrimp.lower import Communicator, Interpreter, Pipeline, Runner, Staged, channels_of, later_axes, stage_buckets
+from scrimp.move import ChannelPeers, Peers
 from scrimp.planner import captured, precision_of
 from scrimp.planner.cost.zero_levels import accumulating
 from scrimp.planner.micro_batches import micro_batch
@@ -83,16 +83,18 @@ def fixed_nbytes(staged: Staged, stage: int, optimizer: str) -> int:
 
 def metered_stage(
     staged: Staged, stage: int, comm: Communicator, model: nn.Module, batch: Mapping[str, torch.Tensor], optimizer: str,
-    runner: type[Runner] = Interpreter, *, together: bool = False,
+    runner: type[Runner] = Interpreter, *, together: bool = False, channels: bool = False,
 ) -> tuple[float, dict[str, torch.Tensor], int, str]:  # fmt: skip
     """The loss, the stage's gradients, and the peak of all live storages and of what is at rest, with the place of the peak.
-    `together`: moves run in buckets."""
+    `together`: moves run in buckets. `channels`: tensors travel between stages without tags, as over NCCL."""
     mine = staged.names(stage)
     later = later_axes([each.lowered for each in staged.pieces[stage :: staged.stages]], accumulated=True)
     whole = {name: each for name, each in tensors_of(model).items() if name in mine}
     buckets = stage_buckets(staged, stage, later) if together else None
     shards = _Metered(staged.rest[stage], comm, whole, later, buckets=buckets)
-    run, fixed = Pipeline(staged, stage, comm, shards, Peers(staged.mesh.size), runner), fixed_nbytes(staged, stage, optimizer)
+    size = staged.mesh.size
+    peers = ChannelPeers(size, channels_of(staged), torch.device("cpu")) if channels else Peers(size)
+    run, fixed = Pipeline(staged, stage, comm, shards, peers, runner), fixed_nbytes(staged, stage, optimizer)
     now = [""]
 
     def before(layer: Any, step: Any) -> None:
@@ -107,4 +109,5 @@ def metered_stage(
             shards.meter.ignore(tensor)
         loss = run.step(batch)
     gradients = {name: shards.whole_gradient(name) for name in shards.gradients}
+    peers.close()
     return float(loss), gradients, shards.meter.peak + fixed, shards.meter.at
