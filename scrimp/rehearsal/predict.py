@@ -76,12 +76,11 @@ class TimedPoints:
         chosen = layer.chosen.ops[step.op]
         inside = {atom for dims in (*chosen.rule.inputs, *chosen.rule.outputs) for dim in dims or () for atom in dim}
         split_over = [axis for atom, axes in chosen.split if atom in inside for axis in axes]
-        work = work_of(
+        parts = work_of(
             chosen.op, layer.chosen.values, chosen.inputs, chosen.outputs, split_over, self._sizes, chosen.traffic_nbytes
-        )
-        if work is None:
-            return 0.0, where, "views"
-        return self._cluster.compute_seconds(work.flops, work.nbytes, work.dtype, work.operators), where, work.operators
+        )  # fmt: skip
+        seconds = sum(self._cluster.compute_seconds(each.flops, each.nbytes, each.dtype, each.operators) for each in parts)
+        return seconds, where, parts[0].operators if parts else "views"
 
     @property
     def _hardware(self) -> Any:

@@ -15,7 +15,7 @@ import torch
 from scrimp.layout import Mesh
 from scrimp.move import synthesize
 
-JOINED_NBYTES = 1 << 20  # for more CUDA's allocator takes a segment of 20 MiB, which a small budget may not have
+JOINED_NBYTES = 8 << 20
 
 
 class Wire:

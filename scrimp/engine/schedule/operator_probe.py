@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ BEST_OF = 3
 SECONDS, SECONDS_CPU = 0.02, 0.01  # of calls in a row
 MOST_QUEUED = 200  # calls: a GPU's queue has room for a thousand kernels
 HEAD_DIM = 128  # of attention
+CACHE_NBYTES, MOST_TENSORS = 1 << 27, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +181,15 @@ class Calls:
         )
 
     def _bound(self, operators: str, rows: int, width: int) -> Call:
+        """Calls take turns on several tensors, more than a cache holds: in a step, too, most inputs come from memory."""
         rows = max(1, rows)
-        backward, one = operators.endswith("backward"), rows * width * self.dtype.itemsize
+        one = rows * width * self.dtype.itemsize
+        calls = [self._on_memory(operators, rows, width, one) for _ in range(max(1, min(MOST_TENSORS, CACHE_NBYTES // one)))]
+        turns = cycle(calls)
+        return Call(size=calls[0].size, run=lambda: next(turns).run())
+
+    def _on_memory(self, operators: str, rows: int, width: int, one: int) -> Call:
+        backward = operators.endswith("backward")
         x = self._random_tensor(rows, width, grad=backward)
         match operators.removesuffix(", backward"):
             case "normalization":
@@ -194,13 +203,21 @@ class Calls:
                 index = torch.randint(rows, (rows,), device=self.device, generator=self._random)
                 if not backward:
                     return Call(size=2 * one + index.nbytes, run=lambda: functional.embedding(index, x))
-                gradient = self._random_tensor(rows, width)
-                put = torch.ops.aten.embedding_dense_backward.default
-                return Call(size=2 * one + index.nbytes, run=lambda: put(gradient, index, rows, -1, False))
+                gradient, put = self._random_tensor(rows, width), torch.ops.aten.embedding_dense_backward.default
+                return Call(size=2 * (one + index.nbytes), run=lambda: put(gradient, index, rows, -1, False))
             case "reduction":
                 return Call(size=one + rows * self.dtype.itemsize, run=lambda: x.sum(-1))
             case "reduction of rows":
                 return Call(size=one + width * self.dtype.itemsize, run=lambda: x.sum(0))
+            case "transposing copy":  # of heads
+                heads = x.view(rows, -1, min(width, HEAD_DIM)).transpose(0, 1)
+                return Call(size=2 * one, run=lambda: heads.clone(memory_format=torch.contiguous_format))
+            case "concatenation":  # of halves of heads
+                halves = x.view(-1, min(width, HEAD_DIM)).chunk(2, -1)
+                return Call(size=2 * one, run=lambda: torch.cat(halves, -1))
+            case "broadcast":
+                row = self._random_tensor(width)
+                return Call(size=2 * one + row.nbytes, run=lambda: x * row)
         y = self._random_tensor(rows, width)
         return Call(size=3 * one, run=lambda: x + y)
 

@@ -52,9 +52,9 @@ def _nbytes(op: Op, values: Mapping[str, Value]) -> int:
 
 def _longer_seconds(op: Op, graph: LayerGraph, nbytes: int, devices: int, work: Work) -> float:
     """Added seconds compared with an even split over all devices."""
-    dtypes = {value.name: value.dtype for value in graph.values}
-    dtype = max((dtypes[name] for name in (*op.outputs, *op.inputs) if name is not None), key=lambda each: ITEMSIZE[each])
-    operators = class_of(op)
+    values = {value.name: value for value in graph.values}
+    dtype = max((values[name].dtype for name in (*op.outputs, *op.inputs) if name is not None), key=lambda each: ITEMSIZE[each])
+    operators = class_of(op, values)
     return work(op.flops, nbytes, dtype, operators) - work(op.flops / devices, nbytes / devices, dtype, operators)
 
 

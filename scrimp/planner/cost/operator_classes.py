@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from scrimp.capture import Op
+from collections.abc import Mapping
+from math import prod
+
+from scrimp.capture import Op, Value
 
 _MATMULS = (
     "mm",
@@ -41,7 +44,7 @@ _CAUSAL = {  # positions of `is_causal` that differ from those of flash attentio
 }  # fmt: skip
 
 
-def class_of(op: Op) -> str:
+def class_of(op: Op, values: Mapping[str, Value]) -> str:
     """One of `scrimp.cluster.CLASSES`. What has no class of its own is bound by memory as pointwise operators are."""
     name = op.target.partition(".")[2].partition(".")[0]
     behind = ", backward" if "backward" in name else ""
@@ -57,9 +60,14 @@ def class_of(op: Op) -> str:
         return "softmax"
     if any(name.startswith(each) or f"_{each}" in name for each in _LOOKUPS):
         return f"lookup{behind}"
-    if name not in _REDUCTIONS:
-        return "pointwise"
-    return "reduction of rows" if _over_rows(op) else "reduction"
+    if name in _REDUCTIONS:
+        return "reduction of rows" if _over_rows(op) else "reduction"
+    if name in ("cat", "stack"):
+        return "concatenation"
+    if name in ("clone", "contiguous"):  # copies that change nothing are not in a captured graph
+        return "transposing copy"
+    sizes = {prod(values[each].shape) for each in op.inputs}
+    return "broadcast" if len(sizes - {1}) > 1 else "pointwise"
 
 
 def _over_rows(op: Op) -> bool:

@@ -12,6 +12,7 @@ from scrimp.planner.cost.operator_classes import class_of
 from scrimp.planner.shard.placement import Placed
 
 LOOKUP = "lookup"
+ADDS_ROWS = "aten.embedding_dense_backward.default"
 # Operators that read few elements of an input: a lookup as many as it writes, the loss of labels next to none.
 FEW = {
     "aten.embedding.default": 0, "aten.index.Tensor": 0, "aten._unsafe_index.Tensor": 0, "aten.index_select.default": 0,
@@ -38,21 +39,26 @@ def work_of(
     split_over: Sequence[str],
     sizes: Mapping[str, int],
     besides_nbytes: int = 0,
-) -> OperatorWork | None:
-    """None if the operator only makes views. `split_over`: the mesh axes that divide its arithmetic; `sizes`: of all axes.
-    `besides_nbytes`: read and written beyond inputs and outputs, because it is split."""
+) -> tuple[OperatorWork, ...]:
+    """In parts that follow each other: mostly one, none if the operator only makes views. `split_over`: the mesh axes that divide
+    its arithmetic; `sizes`: of all axes. `besides_nbytes`: read and written beyond inputs and outputs, because it is split."""
     made = [(name, place) for name, place in zip(op.outputs, outputs, strict=True) if name is not None and place is not None]
     written = [(name, place) for name, place in made if values[name].storage == name]
     if not written:
-        return None
+        return ()
     dtype = values[next(name for name in (*op.outputs, *op.inputs) if name is not None)].dtype
-    operators = class_of(op)
+    operators = class_of(op, values)
     unread = FEW.get(op.target)
-    touched = [pair for k, pair in enumerate(zip(op.inputs, inputs, strict=True)) if k != unread]
-    touched += written * (2 if unread is not None and operators == LOOKUP else 1)
-    return OperatorWork(
-        flops=op.flops / prod(sizes[axis] for axis in split_over),
-        nbytes=besides_nbytes + sum(place.numel(sizes) * ITEMSIZE[values[name].dtype] for name, place in touched),
-        dtype=dtype,
-        operators=operators,
-    )
+
+    def nbytes(pairs: Sequence[tuple[str, Placed]]) -> int:
+        return sum(place.numel(sizes) * ITEMSIZE[values[name].dtype] for name, place in pairs)
+
+    read = nbytes([pair for k, pair in enumerate(zip(op.inputs, inputs, strict=True)) if k != unread])
+    if op.target == ADDS_ROWS:  # to a table of zeros
+        return (
+            OperatorWork(0.0, 2 * read + besides_nbytes, dtype, operators),
+            OperatorWork(0.0, nbytes(written), dtype, "pointwise"),
+        )
+    times = 2 if unread is not None and operators == LOOKUP else 1
+    flops = op.flops / prod(sizes[axis] for axis in split_over)
+    return (OperatorWork(flops, besides_nbytes + read + times * nbytes(written), dtype, operators),)

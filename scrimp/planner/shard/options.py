@@ -101,9 +101,9 @@ def option(graph: LayerGraph, group: Group, mesh: Mesh, split: Split, work: Work
                 numel = place(tuple((each,) for each in of)).numel(sizes)
                 besides += numel * traffic
                 scratch[member.op] = scratch.get(member.op, 0) + numel * itemsize
-        mine = work_of(op, values, [place(dims) for dims in member.inputs], results, split_over, sizes, besides)
-        if mine is not None:
-            work_seconds += work(mine.flops, mine.nbytes, mine.dtype, mine.operators)
+        needs = [place(dims) for dims in member.inputs]
+        for each in work_of(op, values, needs, results, split_over, sizes, besides):
+            work_seconds += work(each.flops, each.nbytes, each.dtype, each.operators)
         for atom, of, itemsize, times in member.talks:
             if atom in axes:
                 tensor = place(tuple((each,) for each in of), axes[atom])

@@ -67,12 +67,13 @@ def test_a_bf16_plan_trains_on_a_gpu_as_an_engine_without_a_plan(nccl: RankPool)
 
 
 def test_a_small_budget_uses_the_host(nccl: RankPool) -> None:
+    settings = {"dim": 1024, "layers": 4}  # the allocator takes segments of 20 MiB
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plan = planned("gpt-tiny", {"dim": 256, "layers": 4}, "x=4", "zero-3")
-    wanted, _ = plainly("gpt-tiny", {"dim": 256, "layers": 4}, "adamw", 5)
+        plan = planned("gpt-tiny", settings, "x=4", "zero-3")
+    wanted, _ = plainly("gpt-tiny", settings, "adamw", 5)
     nbytes = int(0.8 * plan.memory.peak_nbytes)
-    ran = nccl.run(f"{JOBS}:train", plan.to_json(), "gpt-tiny", {"dim": 256, "layers": 4}, ROWS, 5, device="cuda", memory=nbytes)
+    ran = nccl.run(f"{JOBS}:train", plan.to_json(), "gpt-tiny", settings, ROWS, 5, device="cuda", memory=nbytes)
     for losses, _, ledger in ran:
         assert losses == pytest.approx(wanted, rel=1e-4)
         assert ledger["all"] <= nbytes
