@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from scrimp.planner.api import captured, captured_for, plan
     from scrimp.planner.baselines.compare import BASELINES, DATA, TENSOR, Comparison, Drawn, baseline_plan, compare
     from scrimp.planner.budget import check_reserve, limit_of
+    from scrimp.planner.cost.operator_classes import class_of
     from scrimp.planner.cost.operator_work import OperatorWork, work_of
     from scrimp.planner.cost.zero_levels import GRADIENTS, STATES, UPDATE_NBYTES, WEIGHTS, axes_at_rest, precision_of
     from scrimp.planner.formulation.assembly import Assembly
@@ -64,9 +65,9 @@ __all__ = [
     "Assembly", "Comparison", "Drawn", "Edge", "Evaluation", "Hold", "LayerModel", "Layers", "Node", "OnMesh", "OperatorWork",
     "PairHold", "Phase", "Piece", "Placed", "Plan", "PlannedGroup", "PlannedLayers", "Problem", "Solution", "Task",
     "axes_at_rest", "baseline_plan", "between", "captured", "captured_for", "change_of", "check_names", "check_reserve",
-    "common", "compare", "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of", "passed_on", "piece",
-    "placed", "plan", "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "tasks", "unsplit", "whole_mesh",
-    "work_of",
+    "class_of", "common", "compare", "evaluate", "frontier", "held_nbytes", "kept_whole", "limit_of", "memory_of",
+    "passed_on", "piece", "placed", "plan", "precision_of", "schedules", "solve", "solver_name", "stage_cluster", "tasks",
+    "unsplit", "whole_mesh", "work_of",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -100,6 +101,7 @@ __getattr__ = lazily(
         "WEIGHTS": "scrimp.planner.cost.zero_levels",
         "UPDATE_NBYTES": "scrimp.planner.cost.zero_levels",
         "OperatorWork": "scrimp.planner.cost.operator_work",
+        "class_of": "scrimp.planner.cost.operator_classes",
         "work_of": "scrimp.planner.cost.operator_work",
         "axes_at_rest": "scrimp.planner.cost.zero_levels",
         "precision_of": "scrimp.planner.cost.zero_levels",

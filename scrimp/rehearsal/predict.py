@@ -21,7 +21,7 @@ from scrimp.lower import (
     Store,
 )  # fmt: skip
 from scrimp.move import ITEMSIZE
-from scrimp.planner import UPDATE_NBYTES, work_of
+from scrimp.planner import UPDATE_NBYTES, class_of, work_of
 from scrimp.rehearsal.clock import OTHER, Clock
 
 OFFLOAD, UPDATE = "offload", "update"
@@ -80,7 +80,7 @@ class TimedPoints:
             chosen.op, layer.chosen.values, chosen.inputs, chosen.outputs, split_over, self._sizes, chosen.traffic_nbytes
         )  # fmt: skip
         seconds = sum(self._cluster.compute_seconds(each.flops, each.nbytes, each.dtype, each.operators) for each in parts)
-        return seconds, where, parts[0].operators if parts else "views"
+        return seconds, where, class_of(chosen.op, layer.chosen.values) if parts else "views"
 
     @property
     def _hardware(self) -> Any:
