@@ -57,7 +57,7 @@ class Case:
         settings = MODELS[self.model]
         with torch.device("meta"):
             model = zoo.build(self.model, **settings)
-        return model, zoo.example_on_meta(self.model, DEVICES, **settings)
+        return model, zoo.example_batch(self.model, DEVICES, **settings)
 
     def planned(self, seconds: float) -> Plan:
         (mesh, settings), (model, batch) = WAYS[self.way], self.built()

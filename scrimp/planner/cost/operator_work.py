@@ -11,7 +11,7 @@ from scrimp.move import ITEMSIZE
 from scrimp.planner.cost.operator_classes import class_of
 from scrimp.planner.shard.placement import Placed
 
-LOOKUP, SOFTMAX, POINTWISE = "lookup", "softmax", "pointwise"
+LOOKUP, SOFTMAX, REDUCTION, POINTWISE = "lookup", "softmax", "reduction", "pointwise"
 ADDS_ROWS = "aten.embedding_dense_backward.default"
 # Operators that read few elements of an input: a lookup as many as it writes, the loss of labels next to none.
 FEW = {
@@ -41,8 +41,7 @@ def work_of(
     besides_nbytes: int = 0,
 ) -> tuple[OperatorWork, ...]:
     """In parts that follow each other: mostly one, none if the operator only makes views. `split_over`: the mesh axes that divide
-    its arithmetic; `sizes`: of all axes. `besides_nbytes`: read and written beyond inputs and outputs by pointwise operators,
-    because it is split."""
+    its arithmetic; `sizes`: of all axes. `besides_nbytes`: read and written beyond inputs and outputs, because it is split."""
     made = [(name, place) for name, place in zip(op.outputs, outputs, strict=True) if name is not None and place is not None]
     written = [(name, place) for name, place in made if values[name].storage == name]
     if not written:
@@ -59,8 +58,7 @@ def work_of(
         return OperatorWork(0.0, 2 * read, dtype, operators), OperatorWork(0.0, nbytes(written), dtype, POINTWISE)
     times = 2 if unread is not None and operators == LOOKUP else 1
     flops = op.flops / prod(sizes[axis] for axis in split_over)
-    # Instead of the one kernel of a softmax there are pointwise ones.
-    own = OperatorWork(
-        flops, read + times * nbytes(written), dtype, POINTWISE if operators == SOFTMAX and besides_nbytes else operators
-    )
+    if operators == SOFTMAX and besides_nbytes:  # in place of one kernel reductions and more, about as fast as reductions
+        return (OperatorWork(flops, read + nbytes(written) + besides_nbytes, dtype, REDUCTION),)
+    own = OperatorWork(flops, read + times * nbytes(written), dtype, operators)
     return (own, OperatorWork(0.0, besides_nbytes, dtype, POINTWISE)) if besides_nbytes else (own,)
