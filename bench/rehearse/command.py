@@ -24,6 +24,7 @@ import torch
 
 from bench.gpu.results import RESULTS
 from bench.machine import machine
+from bench.svg import Series, plot
 from scrimp import PlanWarning, plan, rehearse, zoo
 
 
@@ -95,6 +96,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plots(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Seconds by devices and by depth, each with the other fixed."""
+    found = {}
+    for name, by, fixed, value in (("rehearse-devices", "devices", "layers", 24), ("rehearse-depth", "layers", "devices", 1024)):
+        chosen = [{**each, **dict(each["settings"])} for each in rows]
+        chosen = sorted((each for each in chosen if "layers" in each and each[fixed] == value), key=lambda each: int(each[by]))
+        if len(chosen) > 1:
+            series = [
+                Series(name=what, points=[(each[by], each[f"{what}_seconds"]) for each in chosen], colour=k)
+                for k, what in enumerate(("plan", "rehearse"))
+            ]
+            found[name] = plot(f"GPT-3 175B, {value:,} {fixed}, on 2 cores", by, "seconds", series)
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS / "rehearse", help="the folder to write to")
@@ -117,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = args.results / f"{here['commit'].partition(',')[0]}.json"
     path.write_text(json.dumps({"machine": here, "rows": rows}, indent=1))
     path.with_suffix(".md").write_text("# Plans and rehearsals of large models\n\n" + table(rows))
+    for name, text in plots(rows).items():
+        (args.results / f"{name}.svg").write_text(text)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch import nn
 from bench.gpu.results import RESULTS
 from bench.machine import machine
 from bench.rehearse.command import GPT
+from bench.svg import Series, plot
 from scrimp import Cluster, Plan, PlanWarning, plan, rehearse, zoo
 from scrimp.engine import probe_operators
 from scrimp.planner import baseline_plan
@@ -118,8 +119,7 @@ def run(folder: Path, cases: Iterable[Case], results: Path) -> None:
         rows.append(row(case, Plan.load(case.file(folder)), measured))
         print(memory_table(rows[-1:]).splitlines()[-1], f"{rows[-1]['rehearse_seconds']:.0f} s", flush=True)
         torch.cuda.empty_cache()
-        path.write_text(json.dumps(found, indent=1))
-        path.with_suffix(".md").write_text(page(found))
+        write(found, path)
 
 
 def memory_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -187,6 +187,33 @@ def page(found: dict[str, Any]) -> str:
         seconds_table(rows), f"Order of plans by compute, {order[0]}; {order[1]}.\n", "By class of operators:\n",
         operators_table(rows),
     ])  # fmt: skip
+
+
+def plots(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Measured against predicted, by model: on the dashed line both are the same."""
+
+    def drawn(title: str, unit: str, pairs: dict[str, list[tuple[float, float]]]) -> str:
+        most = max(max(point) for each in pairs.values() for point in each)
+        series = [Series(name=name, points=sorted(each), colour=k) for k, (name, each) in enumerate(pairs.items())]
+        line = Series(name="equal", points=[(0.0, 0.0), (most, most)], colour=6, dashed=True, mark=False)
+        return plot(title, f"predicted, {unit}", f"measured, {unit}", [*series, line])
+
+    by_model = {name: [each for each in rows if each["model"] == name] for name in dict.fromkeys(each["model"] for each in rows)}
+    nbytes = {
+        name: [(e["planned_nbytes"] / 2**30, e["allocated_nbytes"] / 2**30) for e in each] for name, each in by_model.items()
+    }
+    seconds = {name: [(1e3 * e["after_seconds"], 1e3 * e["compute_seconds"]) for e in each] for name, each in by_model.items()}
+    return {
+        "rehearsed-bytes": drawn("Peak of rank 0 on one H200, six plans a model", "GiB", nbytes),
+        "rehearsed-seconds": drawn("Compute of rank 0 on one H200, six plans a model", "ms a step", seconds),
+    }
+
+
+def write(found: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(found, indent=1))
+    path.with_suffix(".md").write_text(page(found))
+    for name, text in plots(found["rows"]).items():
+        (path.parent / f"{name}.svg").write_text(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -61,7 +61,7 @@ class Cluster:
     ) -> Cluster:
         """Measures this machine: the device that an engine would use, the link to it, the host; and the disk of a folder, if one
         is given. Up to three seconds with a GPU, one without; once in a process. `operators`: also the rates of operators, by
-        class and size, which takes some ten seconds; `with_operators` gives them to a cluster of such devices. `reserve`: also
+        class and size, which takes up to half a minute; `with_operators` gives them to a cluster of such devices. `reserve`: also
         what a CUDA device needs beside a plan, in a process of its own, which takes some ten seconds; None on a CPU."""
         beside = measure_reserve(device) if reserve else None  # first, before this process loads more on the device
         return cls(machine=measure(device, disk), operators=measure_operators(device) if operators else None, reserve=beside)
