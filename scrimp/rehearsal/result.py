@@ -171,11 +171,12 @@ class Rehearsal:
             rest = sum(each.nbytes for each in peak.alive[SHOWN:])
             lines.append(f"  alive     {format_nbytes(rest):>12}  in {len(peak.alive) - SHOWN} more tensors")
         measured = "not measured" if self.compute_seconds is None else f"{self.compute_seconds:.4g} s measured"
-        lines.append(f"compute   {measured}, {self.predicted_seconds:.4g} s predicted")
+        lines.append(f"compute   {measured}, {self.predicted_seconds:.4g} s predicted for the plan's cluster")
         lines += [
-            f"  {each.name:<24}{each.measured_seconds:>10.4g} s, {each.predicted_seconds:.4g} s predicted"
+            f"  {each.name:<28}{each.measured_seconds:>10.4g} s, {each.predicted_seconds:.4g} s predicted, "
+            f"{each.predicted_seconds / each.measured_seconds - 1:+.0%}"
             for each in self.operators
-            if each.measured_seconds is not None and each.predicted_seconds
+            if each.measured_seconds and each.predicted_seconds
         ]
         lines.append(
             f"moves     {self.communication_seconds:.4g} s predicted, of which {self.overlap_seconds:.4g} s beside operators"

@@ -56,7 +56,10 @@ def _peaks(run: Run, measured: timeline.Curve | None, predicted: timeline.Curve 
             rows.append((name, html.nbytes(totals[at]), curve.labels[at]))
     yield html.table("memory-peaks", ("", "peak of the step", "at"), rows)
     told = run.rehearsal or {}
-    names = {"compute_seconds": "compute", "communication_seconds": "communication", "step_seconds": "expected step"}
+    names = {
+        "compute_seconds": "compute, measured", "predicted_seconds": "compute, predicted",
+        "communication_seconds": "communication", "overlap_seconds": "communication beside operators", "step_seconds": "expected step",
+    }  # fmt: skip
     found = [(f"rehearsed, {name}", html.seconds(told[key])) for key, name in names.items() if told.get(key) is not None]
     if found:
         yield html.facts("rehearsed", found)
