@@ -58,7 +58,8 @@ def _peaks(run: Run, measured: timeline.Curve | None, predicted: timeline.Curve 
     told = run.rehearsal or {}
     names = {
         "compute_seconds": "compute, measured", "predicted_seconds": "compute, predicted",
-        "communication_seconds": "communication", "overlap_seconds": "communication beside operators", "step_seconds": "expected step",
+        "communication_seconds": "communication", "overlap_seconds": "communication beside operators",
+        "step_seconds": "expected step",
     }  # fmt: skip
     found = [(f"rehearsed, {name}", html.seconds(told[key])) for key, name in names.items() if told.get(key) is not None]
     if found:
