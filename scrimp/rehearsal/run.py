@@ -150,13 +150,14 @@ def _check_room(plan: Plan, stage: int, device: torch.device) -> None:
 
 
 def _given(batch: Batch, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The batch on the device. Tensors on meta become zeros elsewhere: indices that are always valid."""
+    """The batch on the device. Tensors on meta become random numbers elsewhere, or, of integers, zeros: valid as indices."""
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.is_meta and device.type != "meta":
-            return torch.zeros_like(leaf, device=device)
+            made = torch.zeros_like(leaf, device=device)
+            return made.normal_() if made.is_floating_point() else made
         return leaf.to(device)
 
     if isinstance(batch, Mapping):
