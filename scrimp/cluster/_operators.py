@@ -22,7 +22,7 @@ BY_FLOPS = (
 )  # fmt: skip
 BY_BYTES = (
     "normalization", "normalization, backward", "softmax", "lookup", "lookup, backward", "reduction", "reduction of rows",
-    "transposing copy", "concatenation", "broadcast", "pointwise",
+    "transposing copy", "concatenation", "cast", "broadcast", "pointwise",
 )  # fmt: skip
 CLASSES = (*BY_FLOPS, *BY_BYTES)
 

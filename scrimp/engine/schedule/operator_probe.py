@@ -215,6 +215,9 @@ class Calls:
             case "concatenation":  # of halves of heads
                 halves = x.view(-1, min(width, HEAD_DIM)).chunk(2, -1)
                 return Call(size=2 * one, run=lambda: torch.cat(halves, -1))
+            case "cast":
+                other = torch.bfloat16 if self.dtype == torch.float32 else torch.float32
+                return Call(size=one * (1 + other.itemsize / self.dtype.itemsize), run=lambda: x.to(other))
             case "broadcast":
                 row = self._random_tensor(width)
                 return Call(size=2 * one + row.nbytes, run=lambda: x * row)

@@ -66,6 +66,8 @@ def class_of(op: Op, values: Mapping[str, Value]) -> str:
         return "concatenation"
     if name in ("clone", "contiguous"):  # copies that change nothing are not in a captured graph
         return "transposing copy"
+    if name == "_to_copy":
+        return "cast"
     sizes = {prod(values[each].shape) for each in op.inputs}
     return "broadcast" if len(sizes - {1}) > 1 else "pointwise"
 

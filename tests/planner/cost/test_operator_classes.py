@@ -55,6 +55,7 @@ def test_contractions_are_the_operators_with_flops(name: str) -> None:
         (op("mean", 0, dim=[0]), "reduction of rows"),
         (op("cat"), "concatenation"),
         (op("clone"), "transposing copy"),
+        (op("_to_copy"), "cast"),
         (op("cumsum"), "pointwise"),
         (op("gelu_backward"), "pointwise"),
     ],
