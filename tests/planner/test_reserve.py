@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -134,7 +135,7 @@ def test_what_if_speaks_of_the_budget() -> None:
     assert again.memory.peak_nbytes <= again.reserve.limit_nbytes
     with pytest.raises(FitError, match="a smaller reserve="):
         found.what_if("200KiB", time_limit=5)
-    eight = Cluster.preset("8xA100-80").with_reserve(SMALL.reserve)
+    eight = Cluster.preset("8xA100-80").with_reserve(replace(SMALL.reserve, context_nbytes=2 * SMALL.reserve.context_nbytes))
     there = found.what_if(eight, time_limit=2)
     assert there.reserve == reserved(eight, "1MiB", "auto", there.mesh) != found.reserve
 
