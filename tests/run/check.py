@@ -55,7 +55,7 @@ def run(case: Case, steps: int) -> Verdict:
     try:
         ran = pool(len(planned)).run(jobs.train, plan.to_json(), case.model, steps, timeout_seconds=SECONDS)
     except (RankFailure, RankTimeout) as error:
-        return Verdict(faults=(str(error)[-3000:],), planned=planned)
+        return Verdict(faults=(str(error)[-20000:],), planned=planned)
     seconds = {"plan": round(middle - start, 2), "run": round(time.perf_counter() - middle, 2)}
     peaks = tuple(max(each.peaks) for each in ran)
     faults = [*_bytes(case.model, planned, peaks)]

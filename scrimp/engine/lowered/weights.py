@@ -38,6 +38,7 @@ from scrimp.lower import (
 from scrimp.planner import Placed
 
 Receive = Callable[[int, Slot, torch.Tensor], None]
+LEAST_NBYTES = 1 << 16  # that a gather of a part of a weight takes: many small moves would take longer than their bytes are worth
 
 
 class EngineWeights:
@@ -134,7 +135,8 @@ class EngineWeights:
         return made_whole(self.comm, tile, self.rest[name].use)
 
     def _refresh(self, layer: int, room_nbytes: int) -> None:
-        """Gathers the shares of a layer's weights that other ranks have updated: several in one move if there is room."""
+        """Gathers the shares of a layer's weights that other ranks have updated: several in one move if there is room, a weight
+        in several moves if there is room for a part of it only."""
         stale, now = self._stale[layer], (self.updates, self._data.fetches[layer])
         if not stale or not self.updates or self._fresh.get(layer) == now:
             return
@@ -142,12 +144,20 @@ class EngineWeights:
             for (states, axes), slots in stale.items():
                 views = [self._data.device_view(layer, slot) for slot in slots]
                 mine = [view[slice(*_updated(slot))] for view, slot in zip(views, slots, strict=True)]
-                # The copies that are sent, and the one array in which all shares arrive.
-                for chunk in chunks([2 * view.nbytes for view in views], room_nbytes):
-                    self.comm.note(self._number[slots[chunk[0]].name])
-                    rows = shared_together(self.comm, [mine[k] for k in chunk], states, axes)
-                    for k, whole in zip(chunk, rows, strict=True):
-                        views[k].view(whole.shape).copy_(whole)
+                # Of each element of a share, in all: the copies that are sent, and the one array in which all shares arrive.
+                each = [2 * view.nbytes // share.numel() for view, share in zip(views, mine, strict=True)]
+                parts = [
+                    (k, first, min(first + most, share.numel()))
+                    for k, share in enumerate(mine)
+                    for most in [max(1, max(room_nbytes, LEAST_NBYTES) // each[k]) if room_nbytes else share.numel()]
+                    for first in range(0, share.numel(), most)
+                ]
+                for chunk in chunks([each[k] * (stop - first) for k, first, stop in parts], room_nbytes):
+                    moved = [parts[number] for number in chunk]
+                    self.comm.note(self._number[slots[moved[0][0]].name])
+                    rows = shared_together(self.comm, [mine[k][first:stop] for k, first, stop in moved], states, axes)
+                    for (k, first, stop), whole in zip(moved, rows, strict=True):
+                        views[k].view(whole.shape[0], -1)[:, first:stop].copy_(whole)
                     del rows, whole  # before the next ones arrive
         self._fresh[layer] = now
 
