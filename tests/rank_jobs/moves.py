@@ -18,7 +18,7 @@ from scrimp.errors import MoveError
 from scrimp.layout import Layout, Mesh
 from scrimp.move import Program, Step, synthesize
 from scrimp.move.plan.steps import priced
-from scrimp.move.run.comm import comm_for
+from scrimp.move.run.comm import comm_for, end_group
 from scrimp.move.run.execute import overload, stage_nbytes
 from scrimp.move.run.many import redistribute_many
 from scrimp.move.simulator import scatter
@@ -61,6 +61,25 @@ def move_cases(cases: list[Case], direct: bool, native: bool | None = None, devi
             wrong.append(f"{program}: the kept input was changed")
         if program.steps and local.numel() and out.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
             wrong.append(f"{program}: the result shares memory with a kept input")
+    return wrong
+
+
+def moves_on_groups_that_end(turns: int) -> list[str]:
+    """One group after another, each with moves on other sub-groups of it."""
+    wrong = []
+    for turn in range(turns):
+        group = dist.new_group()
+        axes = {"x": 2, "y": 4} if turn % 2 else {"x": 4, "y": 2}
+        for dst in ("[-,y]", "[x,-]")[: 1 + turn % 3 % 2]:
+            program = program_of((axes, (8, 8), "[x,y]", dst))
+            comm = comm_for(program.mesh, group)
+            assert comm is not None
+            comm.native = True
+            full = numbers(program.shape)
+            out = program.run(torch.from_numpy(scatter(program, full)[comm.rank]), group=comm)
+            if not torch.equal(out, tile_of(full, program.dst, program.mesh, comm.rank)):
+                wrong.append(f"turn {turn}, {program}: {out}")
+        end_group(group)
     return wrong
 
 

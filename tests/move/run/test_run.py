@@ -47,6 +47,10 @@ def test_pairs_on_8_ranks_equal_the_oracle(ranks8: RankPool, direct: bool, nativ
     assert_all_right(ranks8.run(jobs.move_cases, sampled_pairs(every), direct, native, timeout_seconds=300))
 
 
+def test_moves_on_groups_that_end_and_are_made_anew(ranks8: RankPool) -> None:
+    assert_all_right(ranks8.run(jobs.moves_on_groups_that_end, 12, timeout_seconds=120))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("direct", [False, True], ids=["collectives", "direct"])
 def test_all_pairs_on_8_ranks_equal_the_oracle(ranks8: RankPool, direct: bool) -> None:
