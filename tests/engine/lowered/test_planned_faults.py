@@ -14,7 +14,7 @@ from tests.engine.lowered.test_planned_steps import ROWS, plainly
 from tests.lower.test_ranks import planned
 from tests.rank_jobs.planned import faults as jobs
 
-SECONDS, REPORTS = 3.0, 2.0
+SECONDS, REPORTS = 8.0, 2.0  # the time-out also holds while rank 0 captures the model for all, on a busy machine
 WORLD = 4
 NAME = "gpt-tiny"
 WHERE = r"layer [\w. ]+, (forward|backward), "
@@ -34,7 +34,7 @@ def check_words(rank: int, text: str) -> None:
 
 @pytest.mark.parametrize(("kind", "way", "at"), [
     ("skipped", "zero-3", 5), ("reordered", "zero-3", 4), ("hung", "tp-sp", 7),
-    pytest.param("skipped", "tp-sp", 30, marks=pytest.mark.full), pytest.param("hung", "zero-3", 40, marks=pytest.mark.full),
+    pytest.param("skipped", "tp-sp", 30, marks=pytest.mark.full), pytest.param("hung", "zero-3", 9, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_collectives_that_do_not_meet_end_all_ranks_in_time(kind: str, way: str, at: int) -> None:
     """`seconds`: a rank that hangs is away for longer than all others need to stop."""

@@ -25,8 +25,7 @@ def fault(plan: str, name: str, rows: int, kind: str, at: int, seconds: float, s
     `started`: of those that run beside operators."""
     engine = engine_of(plan, name, {})
     batch = zoo.example_batch(name, rows)
-    if dist.get_rank() == AT_FAULT:
-        _spoil(engine, kind, at, seconds, started)
+    reached = _spoil(engine, kind, at, seconds, started) if dist.get_rank() == AT_FAULT else lambda: True
     engine.step(*batch)
     dist.barrier()
     start = time.monotonic()
@@ -36,11 +35,13 @@ def fault(plan: str, name: str, rows: int, kind: str, at: int, seconds: float, s
         if kind in ("dead", "killed"):  # the pool tells what ranks raised, if one is gone
             raise
         return str(error), time.monotonic() - start
+    assert reached(), f"the step has no collective {at}"
     return "", time.monotonic() - start
 
 
-def _spoil(engine: Engine, kind: str, at: int, seconds: float, started: bool) -> None:
-    """`accumulate` is bound when the first step generates the functions: so it is replaced before that."""
+def _spoil(engine: Engine, kind: str, at: int, seconds: float, started: bool) -> Callable[[], bool]:
+    """`accumulate` is bound when the first step generates the functions: so it is replaced before that. Returns what says whether
+    the step has reached the collective."""
     comm, weights = engine._run.under_plan.comm, engine._run.under_plan.weights
     call, accumulate, count = comm.start if started else comm.move, weights.accumulate, 0
     held: list[tuple[Any, ...]] = []
@@ -75,6 +76,7 @@ def _spoil(engine: Engine, kind: str, at: int, seconds: float, started: bool) ->
         weights.accumulate = swapped  # type: ignore[method-assign]
     else:
         setattr(comm, "start" if started else "move", spoiled)
+    return lambda: count >= at
 
 
 def saves_and_dies(plan: str, name: str, rows: int, folder: str, rank: int, moment: int) -> None:
