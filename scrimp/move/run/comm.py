@@ -25,6 +25,7 @@ from scrimp.move.run.torch_private import (
     Posted,
     all_gather_flat,
     group_timeout,
+    own_group,
     post_all_to_all,
     post_receive,
     post_send,
@@ -39,39 +40,9 @@ Finish = Callable[[], None]  # waits until a call of the backend has ended, and 
 _comms: dict[tuple[int | None, tuple[int, ...]], Comm] = {}
 
 
-class SubGroups:
-    """Process groups of some ranks, made by these ranks alone. A group that is given back is kept and used again.
-
-    It is not destroyed, because torch names such a group by its ranks and by the number of groups that exist: a later group could
-    get the name of a destroyed one, and would find the addresses of closed sockets in the store."""
-
-    def __init__(self) -> None:
-        self._idle: dict[tuple[tuple[int, ...], Any], list[Any]] = {}
-        self._world: Any = None
-
-    def take(self, ranks: Sequence[int], timeout: Any) -> Any:
-        """All members take and give back in one order."""
-        self._forget_old()
-        idle = self._idle.get((tuple(sorted(ranks)), timeout))
-        return idle.pop() if idle else dist.new_group([*ranks], timeout=timeout, use_local_synchronization=True)
-
-    def give_back(self, ranks: Sequence[int], timeout: Any, group: Any) -> None:
-        self._forget_old()
-        self._idle.setdefault((tuple(sorted(ranks)), timeout), []).append(group)
-
-    def _forget_old(self) -> None:
-        if self._world is not dist.group.WORLD:  # destroy_process_group was called since
-            self._idle, self._world = {}, dist.group.WORLD
-
-
-_subgroups = SubGroups()
-
-
 class Comm:
     """`rank` is this process's mesh rank. `native`, if set, overrides whether gathers and sums use collectives on
-    sub-groups, which otherwise they do on CUDA. `broken`: a move has failed, so that messages may be left in its groups."""
-
-    broken = False
+    sub-groups, which otherwise they do on CUDA."""
 
     def __init__(self, group: Any, ranks: Sequence[int]) -> None:
         self.group = group
@@ -83,7 +54,6 @@ class Comm:
         self.agreed: dict[str, int] = {}  # programs that the ranks have compared, and the results
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._apart: Any = None  # the group for point-to-point parts on CUDA
-        self._timeout: Any = None  # of these groups
 
     def overload(self, program: Program) -> int:
         """What this process says of a program when the ranks agree: of its own rank."""
@@ -156,19 +126,14 @@ class Comm:
         """All ranks call it before the first exchange of parts. NCCL has no tags: a group of its own separates parts from the
         user's messages. All ranks must take part in the first call on it; afterwards those with parts do."""
         if device.type == "cuda" and self._apart is None:
-            self._timeout = group_timeout(self.group, device)
-            self._apart = _subgroups.take(self.ranks, self._timeout)
+            timeout = group_timeout(self.group, device)
+            self._apart = own_group(self.ranks, timeout)
             dist.all_reduce(torch.zeros(1, device=device), group=self._apart)
 
-    def end(self) -> None:
-        """Gives up the process groups that it has."""
-        held = [([self.ranks[member] for member in members], group) for members, group in self._subgroups.items()]
-        for ranks, group in [*held, *([(self.ranks, self._apart)] if self._apart is not None else [])]:
-            if self.broken:
-                dist.destroy_process_group(group)
-            else:
-                _subgroups.give_back(ranks, self._timeout, group)
-        self._subgroups, self._apart = {}, None
+    @property
+    def made(self) -> list[Any]:
+        """The process groups it has made."""
+        return [group for group in (*self._subgroups.values(), self._apart) if group is not None]
 
     def _parts(self, incoming: dict[int, torch.Tensor], outgoing: dict[int, torch.Tensor], tag: int) -> Posted:
         """Sends and receives parts. On CUDA all of them are one call; elsewhere torch's own wrapper of a message takes as long
@@ -243,8 +208,8 @@ class Comm:
         if len(members) == len(self.ranks):
             return self.group
         if members not in self._subgroups:
-            ranks, self._timeout = [self.ranks[member] for member in members], group_timeout(self.group, device)
-            self._subgroups[members] = _subgroups.take(ranks, self._timeout)
+            # The other groups of the mesh are made by their own members.
+            self._subgroups[members] = own_group([self.ranks[member] for member in members], group_timeout(self.group, device))
         return self._subgroups[members]
 
 
@@ -296,7 +261,7 @@ def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:
             group = world
         elif group is None:
             timeout = group_timeout(world, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
-            group = dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
+            group = own_group(ranks, timeout)
         _comms[key] = Comm(group, ranks)
     return _comms[key]
 
@@ -304,7 +269,8 @@ def _cached_comm(group: Any, ranks: tuple[int, ...]) -> Comm:
 def end_group(group: Any) -> None:
     """Destroys a process group, and what moves made on it: sub-groups, and the communicator that would keep it alive."""
     for key in [key for key, comm in _comms.items() if comm.group is group]:
-        _comms.pop(key).end()
+        for made in _comms.pop(key).made:
+            dist.destroy_process_group(made)
     dist.destroy_process_group(group)
 
 

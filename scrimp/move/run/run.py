@@ -143,7 +143,6 @@ class Where:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            comm.broken = True
             raise MoveError(
                 f"mesh rank {comm.rank} of {len(comm.ranks)} failed in {self}: {str(error).strip() or repr(error)}. "
                 "A rank may have died, hung, or run another program; check the ranks that did not report"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +18,31 @@ def group_timeout(group: Any, device: torch.device) -> timedelta | None:
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
+
+
+_groups_made: Counter[tuple[int, ...]] = Counter()  # by ranks, in the world of `_groups_world`
+_groups_world: Any = None
+
+
+def own_group(ranks: Sequence[int], timeout: timedelta | None) -> Any:
+    """A process group of some ranks, which these ranks alone make. All of them must call it.
+
+    torch names such a group after its ranks and the number of groups that this process has. Ranks with other numbers of groups
+    would wait for each other; and a later group could get the name of a destroyed one, and would find the addresses of its closed
+    sockets in the store. Here the name counts the groups that these ranks have made so far."""
+    global _groups_world
+    if _groups_world is not dist.group.WORLD:  # destroy_process_group was called since
+        _groups_made.clear()
+        _groups_world = dist.group.WORLD
+    members = tuple(sorted(ranks))
+    _groups_made[members] += 1
+    name = hashlib.sha256(f"scrimp {members} {_groups_made[members]}".encode()).hexdigest()
+    names = dist.distributed_c10d
+    torchs_own, names._hash_ranks_to_str = names._hash_ranks_to_str, lambda ranks: name
+    try:
+        return dist.new_group([*members], timeout=timeout, use_local_synchronization=True)
+    finally:
+        names._hash_ranks_to_str = torchs_own
 
 
 def all_gather_flat(out: torch.Tensor, local: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:

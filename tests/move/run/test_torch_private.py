@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from scrimp.move.run.torch_private import (
     all_gather_flat,
     default_store,
     group_timeout,
+    own_group,
     post_all_to_all,
     post_receive,
     post_send,
@@ -48,7 +50,14 @@ def private_names() -> str | None:
     works = post_receive(dist.group.WORLD, got, other, 7), post_send(dist.group.WORLD, torch.tensor([float(rank)]), other, 7)
     for work in works:
         work.wait()
-    return None if got.item() == other else f"post_send and post_receive gave {got}"
+    if got.item() != other:
+        return f"post_send and post_receive gave {got}"
+    names = [own_group([rank, other], None).group_name for _ in range(2)]
+    rows: list[Any] = [None] * world
+    dist.all_gather_object(rows, names)
+    if names != rows[other] or len({name for row in rows for name in row}) != world:
+        return f"own_group gave groups of the names {rows}"
+    return None
 
 
 def shard_order_of_a_dtensor() -> object:
