@@ -40,7 +40,7 @@ help:
 	@echo "make bench-plan  plans against Megatron-LM, data parallelism and ZeRO in one memory model (a few minutes)"
 	@echo "make bench-rehearse  plan large models for up to 10,240 devices and rehearse a rank of each (a few minutes)"
 	@echo "make bench-lowered  a rank of a plan on one GPU against a block written by hand, and against the plan's bytes (a minute)"
-	@echo "make bench-run  a planned step against DTensor and FSDP2, and the time until the first one, on 8 gloo ranks (a few minutes)"
+	@echo "make bench-run  a planned step against DTensor and FSDP2, the time until the first one, and one process against eager PyTorch (a few minutes)"
 	@echo "make bench-move  moves against DTensor and XLA, in one run (about 10 minutes)"
 
 $(READY): pyproject.toml constraints.txt
@@ -105,6 +105,7 @@ bench-lowered: $(READY)
 bench-run: $(READY)
 	$(BIN)/python -m bench.run
 	$(BIN)/python -m bench.run.start
+	$(BIN)/python -m bench.run.alone
 
 bench-memory: $(READY)
 	$(BIN)/python -m bench.memory

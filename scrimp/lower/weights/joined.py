@@ -15,8 +15,9 @@ from math import prod
 import torch
 
 from scrimp.layout import Layout, Mesh
-from scrimp.lower.moves import Communicator, Handle, Start, at_once, local_shape, native_on
-from scrimp.lower.weights.rest import Rest
+from scrimp.lower.moves import Communicator, Handle, Start, at_once, native_on
+from scrimp.lower.weights.rest import Rest, Shared
+from scrimp.lower.weights.tiles import sizes_of
 from scrimp.move import synthesize
 
 
@@ -32,10 +33,11 @@ def gathering_together(
     arriving, mesh = sharing_together(comm, shares, of[0].weight, (), start), comm.mesh
 
     def finish() -> list[torch.Tensor]:
-        return [
-            rows.reshape(-1)[: each.tile_numel(mesh)].view(local_shape(each.use, mesh))
-            for rows, each in zip(arriving(), of, strict=True)
-        ]
+        found = []
+        for rows, each in zip(arriving(), of, strict=True):
+            _, numel, shape = sizes_of(each, mesh)
+            found.append(rows.reshape(-1)[:numel].view(shape))
+        return found
 
     return finish
 
@@ -62,23 +64,14 @@ def sharing_together(
     return lambda: torch.split(handle.wait().view(members, -1), sizes, dim=1)
 
 
-def summed_together(
-    comm: Communicator,
-    flats: list[torch.Tensor],
-    before: tuple[tuple[str, ...], tuple[str, ...]],
-    after: tuple[tuple[str, ...], tuple[str, ...]],
-) -> list[torch.Tensor]:
-    """Flat shares of several gradients from (axes that shard them, axes along which they are partial sums) to others. The former
-    axes come first among the latter. Empties `flats`."""
+def summed_together(comm: Communicator, flats: list[torch.Tensor], before: Shared, after: Shared) -> list[torch.Tensor]:
+    """Flat shares of several gradients, from one way of sharding them to another. Axes that shard them before come first among
+    those that shard them after. Empties `flats`."""
     return summing_together(comm.mesh, flats, before, after, at_once(comm))()
 
 
 def summing_together(
-    mesh: Mesh,
-    flats: list[torch.Tensor],
-    before: tuple[tuple[str, ...], tuple[str, ...]],
-    after: tuple[tuple[str, ...], tuple[str, ...]],
-    start: Start,
+    mesh: Mesh, flats: list[torch.Tensor], before: Shared, after: Shared, start: Start
 ) -> Callable[[], list[torch.Tensor]]:
     """Starts such a sum."""
     held, (over, later) = before[0], after
@@ -104,15 +97,8 @@ def _spreading(mesh: Mesh, copies: torch.Tensor, axes: tuple[str, ...], start: S
     return start(program, copies.view(1, 1, -1), True)
 
 
-def _moving(
-    mesh: Mesh,
-    flat: torch.Tensor,
-    before: tuple[tuple[str, ...], tuple[str, ...]],
-    after: tuple[tuple[str, ...], tuple[str, ...]],
-    start: Start,
-) -> Handle:
-    """One flat array from (axes that shard it, axes along which it is a partial sum) to others. Along all other axes of the mesh
-    ranks hold arrays of their own."""
+def _moving(mesh: Mesh, flat: torch.Tensor, before: Shared, after: Shared, start: Start) -> Handle:
+    """One flat array from one way of sharding it to another. Along all other axes of the mesh ranks hold arrays of their own."""
     used = {*before[0], *before[1], *after[0], *after[1]}
     others = tuple(axis for axis in mesh.names if axis not in used)
     count, shards = (prod(map(mesh.axis_size, axes)) for axes in (others, before[0]))

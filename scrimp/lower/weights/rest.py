@@ -19,6 +19,8 @@ from math import prod
 from scrimp.layout import Layout, Mesh
 from scrimp.planner import GRADIENTS, STATES, WEIGHTS, Placed, axes_at_rest
 
+Shared = tuple[tuple[str, ...], tuple[str, ...]]  # axes that shard a tile, and axes along which the shares are partial sums
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rest:

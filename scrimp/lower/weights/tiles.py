@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 import torch
 
 from scrimp.layout import Mesh
 from scrimp.lower.moves import Arrived, Communicator, Handle, Start, at_once, local_shape, redistribute
-from scrimp.lower.weights.rest import Rest
-from scrimp.move import synthesize
+from scrimp.lower.weights.rest import Rest, Shared
+from scrimp.move import Program, synthesize
 from scrimp.planner import Placed
+
+MOST_KEPT = 1 << 14  # programs and sizes, which every step looks up for every weight
 
 
 def cut(whole: torch.Tensor, place: Placed, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -35,7 +38,7 @@ def flat_tile(whole: torch.Tensor, each: Rest, mesh: Mesh, rank: int) -> torch.T
 
 def padded(tile: torch.Tensor, each: Rest, mesh: Mesh) -> torch.Tensor:
     """A view of the tile where it lies flat and needs no padding, else one copy."""
-    numel = each.flat_shape(mesh)[1]
+    numel = sizes_of(each, mesh)[0]
     if numel == tile.numel():
         return tile.reshape(1, -1)
     flat = tile.new_empty(1, numel)
@@ -53,11 +56,9 @@ def gathering(mesh: Mesh, share: torch.Tensor, each: Rest, over: tuple[str, ...]
     """Starts a gather. Returns a function that waits for the tile."""
     handle: Handle = Arrived(share.view(1, -1))
     if over:
-        program = synthesize(
-            each.flat_shape(mesh), mesh, each.layout(over), each.layout(()), dtype=str(share.dtype).removeprefix("torch.")
-        )
-        handle = start(program, share.view(1, -1), False)
-    return lambda: handle.wait()[:, : each.tile_numel(mesh)].view(local_shape(each.use, mesh))
+        handle = start(_program(mesh, each, (over, ()), ((), ()), share.dtype), share.view(1, -1), False)
+    _, numel, shape = sizes_of(each, mesh)
+    return lambda: handle.wait()[:, :numel].view(shape)
 
 
 def summed(
@@ -98,12 +99,12 @@ def shared(
     comm: Communicator,
     flat: torch.Tensor,
     each: Rest,
-    before: tuple[tuple[str, ...], tuple[str, ...]],
-    after: tuple[tuple[str, ...], tuple[str, ...]],
+    before: Shared,
+    after: Shared,
     *,
     donate: bool,
 ) -> torch.Tensor:
-    """Flat shares of a tile from (axes, axes along which they are summands) to others."""
+    """Flat shares of a tile, from one way of sharing it to another."""
     return _sharing(comm.mesh, flat, each, before, after, at_once(comm), donate=donate).wait()
 
 
@@ -111,14 +112,25 @@ def _sharing(
     mesh: Mesh,
     flat: torch.Tensor,
     each: Rest,
-    before: tuple[tuple[str, ...], tuple[str, ...]],
-    after: tuple[tuple[str, ...], tuple[str, ...]],
+    before: Shared,
+    after: Shared,
     start: Start,
     *,
     donate: bool,
 ) -> Handle:
     if before == after:
         return Arrived(flat)
-    dtype = str(flat.dtype).removeprefix("torch.")
-    program = synthesize(each.flat_shape(mesh), mesh, each.layout(*before), each.layout(*after), dtype=dtype)
-    return start(program, flat.view(1, -1), donate)
+    program = _program(mesh, each, before, after, flat.dtype)
+    return start(program, flat.view(1, -1), donate) if program.steps else Arrived(flat)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _program(mesh: Mesh, each: Rest, before: Shared, after: Shared, dtype: torch.dtype) -> Program:
+    named = str(dtype).removeprefix("torch.")
+    return synthesize(each.flat_shape(mesh), mesh, each.layout(*before), each.layout(*after), dtype=named)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def sizes_of(each: Rest, mesh: Mesh) -> tuple[int, int, tuple[int, ...]]:
+    """Elements of a tile with padding and without, and the shape in which operators use it."""
+    return each.flat_shape(mesh)[1], each.tile_numel(mesh), local_shape(each.use, mesh)
