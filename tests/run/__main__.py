@@ -3,6 +3,7 @@
 python -m tests.run                   all cases that have no result yet
 python -m tests.run --seconds 240     stops after so many seconds
 python -m tests.run --only moe        cases whose name has this word; several words: all of them
+python -m tests.run --without moe-256 cases whose name does not; several words: none of them
 python -m tests.run --again           also those that failed
 python -m tests.run --summary         runs nothing
 """
@@ -33,7 +34,7 @@ def main() -> int:
     results = Results(options.results, digest_of_sources())
     # In an order that mixes models, meshes and plans, so that a part of the run has seen something of everything.
     cases = sorted(every_case(), key=lambda case: hashlib.sha256(str(case).encode()).digest())
-    chosen = [case for case in cases if all(word in str(case).split() for word in options.only)]
+    chosen = [case for case in cases if {*options.only} <= {*str(case).split()} and not {*options.without} & {*str(case).split()}]
     todo = [case for case in chosen if _is_open(results.found.get(str(case)), again=options.again)]
     start = time.monotonic()
     console.print(f"{len(chosen)} cases, {len(chosen) - len(todo)} have a result for these sources ({results.digest})")
@@ -55,6 +56,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "test-run.jsonl")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--without", nargs="*", default=[])
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--summary", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS)
