@@ -21,6 +21,7 @@ from scrimp.cli.render.picture import borders, cells, frames, nbytes_text, pictu
 from scrimp.cluster import Cluster
 from scrimp.layout import Mesh
 from scrimp.move import Program, synthesize
+from tests.support.probes import hurry_operators
 
 MOVE = ("move", "--mesh", "x=2,y=4", "--shape", "8192,8192")
 
@@ -278,7 +279,7 @@ def test_probe(tmp_path: Path) -> None:
 
 
 def test_probe_of_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scrimp.engine.schedule.operator_probe.SECONDS_CPU", 0.0)
+    hurry_operators(monkeypatch)
     file = tmp_path / "measured.json"
     text = scrimp("probe", "--device", "cpu", "--operators", "--cluster", "8xA100-80", "--json", str(file)).output
     assert re.search(r"^causal attention, backward +bfloat16 .* TFLOP/s .* %$", text, re.MULTILINE), text

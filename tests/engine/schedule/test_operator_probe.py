@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from scrimp import Cluster
 from scrimp.cluster import CLASSES
 from scrimp.cluster._operators import BY_FLOPS
-from scrimp.engine.schedule import operator_probe
 from scrimp.engine.schedule.operator_probe import CPU, DTYPES, Calls
+from tests.support.probes import hurry_operators
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -32,8 +32,7 @@ def test_sizes_of_contractions_are_the_flops_that_torch_counts(operators: str) -
 
 
 def test_all_classes_in_both_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator_probe, "SECONDS_CPU", 0.0)
-    monkeypatch.setattr(operator_probe, "BEST_OF", 1)
+    hurry_operators(monkeypatch)
     state = torch.get_rng_state()
     cluster = Cluster.probe("cpu", operators=True)
     assert torch.equal(torch.get_rng_state(), state)
