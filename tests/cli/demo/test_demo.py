@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from scrimp.cli._app import app
-from scrimp.cli.demo import tour
+from scrimp.cli.demo import planned, tour
 from scrimp.cli.demo.tour import Outcome
 from scrimp.cli.demo.train import Figures, Plain, Setting
 from scrimp.cli.render.curve import ROWS, curve
@@ -117,6 +117,9 @@ def test_the_whole_tour() -> None:
     assert floor < last < 1.2 * floor
 
 
+KEPT = planned.Ran(name="least memory", planned_nbytes=1000, live_nbytes=1000, workspace_nbytes=0, losses=(2.0, 1.0))
+
+
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
@@ -135,6 +138,7 @@ def test_the_whole_tour() -> None:
 )
 def test_a_broken_promise_is_owned_up_to(monkeypatch: pytest.MonkeyPatch, outcome: Outcome, message: str | None) -> None:
     monkeypatch.setattr(tour, "tour", lambda *args, **kwargs: outcome)
+    monkeypatch.setattr(planned, "planned", lambda *args: [KEPT, replace(KEPT, name="DDP")])
     text = scrimp("demo", "--quiet", code=int(message is not None)).output
     assert text.lstrip().startswith("bytes on a rank")
     assert (f"broken promise: {message}" in text) if message else "promise" not in text
