@@ -25,8 +25,7 @@ import torch
 import scrimp
 from bench.machine import machine
 from scrimp import Mesh, zoo
-from scrimp.lower import Generated, Ranks, Shards, lower
-from scrimp.lower.steps import Call
+from scrimp.lower import Call, Generated, Ranks, Shards, lower
 
 WIDE = {"dim": 1024, "heads": 16, "layers": 2, "vocab": 2048, "seq": 128}
 NARROW = {"dim": 32, "heads": 4, "layers": 2, "vocab": 64, "seq": 16}

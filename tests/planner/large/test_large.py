@@ -28,7 +28,7 @@ from scrimp.planner.large.masks import Masks
 from scrimp.planner.large.rebuild import rebuilt, too_much
 from scrimp.planner.large.session import Large
 from scrimp.planner.solver import solve as solve_module
-from tests.support.problems import every_choice, random_problem
+from tests.support.planner.problems import every_choice, random_problem
 
 SEEDS = st.integers(0, 10**6)
 

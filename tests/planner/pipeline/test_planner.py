@@ -24,7 +24,7 @@ from scrimp.planner.pipeline.stage import Setup, Stage
 from scrimp.planner.pipeline.stage_devices import stage_cluster
 from scrimp.planner.shard.stage_subgraph import piece
 from scrimp.planner.solver.model import PEAK
-from tests.support.stage_recount import recounted
+from tests.support.planner.stage_recount import recounted
 
 NAME, BATCH = "gpt-tiny", 32
 

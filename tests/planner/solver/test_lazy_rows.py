@@ -20,7 +20,7 @@ from scrimp.planner.solver.local_search import improve
 from scrimp.planner.solver.model import HELD, PEAK, SECONDS, Model
 from scrimp.planner.solver.presolve import Reduced, reduce
 from scrimp.planner.solver.session import Session
-from tests.support.problems import every_choice, random_problem
+from tests.support.planner.problems import every_choice, random_problem
 
 UNITS = {PEAK: 1.0, HELD: 1.0, SECONDS: 1e-6}
 

@@ -13,7 +13,7 @@ from scrimp.planner import Hold, Node, Problem, evaluate, solve
 from scrimp.planner.solver.next_best import Forbidden, held_at, next_best
 from scrimp.planner.solver.progress import SECONDS_BETWEEN, in_words
 from scrimp.planner.solver.session import Session, _SolverCall
-from tests.support.problems import naive, random_problem
+from tests.support.planner.problems import naive, random_problem
 
 
 def best_of_all(problem: Problem, forbidden: Forbidden, objective: str) -> tuple[int, float] | None:

@@ -18,7 +18,7 @@ from scrimp.errors import PlanError
 from scrimp.planner import Edge, Hold, Node, PairHold, Problem, evaluate, held_nbytes
 from scrimp.planner.solver.points import maximal_points
 from scrimp.planner.solver.presolve import reduce
-from tests.support.problems import naive, random_problem
+from tests.support.planner.problems import naive, random_problem
 
 NODE = Node(name="mm", options=("a", "b"), seconds=(1.0, 2.0), holds=(Hold(first=0, last=2, kind="parameters", nbytes=(4, 8)),))
 EDGE = Edge(

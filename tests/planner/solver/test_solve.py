@@ -19,7 +19,7 @@ from scrimp.planner import Edge, Hold, Node, Problem, Solution, evaluate, fronti
 from scrimp.planner.solver import backend, session
 from scrimp.planner.solver.model import HELD, PEAK, SECONDS, Model
 from scrimp.planner.solver.presolve import reduce
-from tests.support.problems import every_choice, random_problem
+from tests.support.planner.problems import every_choice, random_problem
 
 SEEDS = st.integers(0, 10**6)
 

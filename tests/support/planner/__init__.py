@@ -1,0 +1,1 @@
+"""Problems of the planner, and a recount of what it counts."""
