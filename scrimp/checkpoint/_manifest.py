@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from scrimp.errors import CheckpointError, check_format
 
-FORMAT, VERSION = "scrimp.checkpoint", 2
-READS = (1, 2)  # version 1 has no boxes
+FORMAT, VERSION = "scrimp.checkpoint", 3
+READS = (1, 2, 3)  # version 1 has no boxes, versions 1 and 2 have no extra
 NAME = "manifest.json"
 
 
@@ -58,6 +60,7 @@ class Manifest:
     entries: dict[str, Entry]
     state: str = "fp32"  # codec of the optimizer's states: "int8" means codes and scales
     groups: tuple[dict[str, Any], ...] = ()  # settings of the optimizer's groups: lr and others; none in old checkpoints
+    extra: dict[str, Any] = field(default_factory=dict)  # what the user gave to `save`
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
@@ -96,3 +99,36 @@ def checksum(path: Path) -> bytes:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.digest()
+
+
+def checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `load` will return for it: JSON, so tuples become lists. Raises where JSON would lose or change something."""
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise CheckpointError(f"extra is a {type(extra).__name__}; give a mapping, such as {{'position': 1200}}")
+    return {name: _as_json(value, f"extra[{name!r}]") for name, value in _named(extra, "extra")}
+
+
+def _as_json(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if not isfinite(value):
+            raise CheckpointError(f"{where} is {value}, which JSON does not have; save it as text")
+        return value
+    if isinstance(value, list | tuple):
+        return [_as_json(item, f"{where}[{k}]") for k, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {name: _as_json(item, f"{where}[{name!r}]") for name, item in _named(value, where)}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}: a manifest holds JSON, so numbers, text, true, false, none, lists and mappings; "
+        "convert it, for a tensor with .tolist()"
+    )
+
+
+def _named(values: Mapping[Any, Any], where: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{where} has the key {name!r}, a {type(name).__name__}: keys in JSON are text")
+        yield name, value

@@ -17,13 +17,18 @@ from typing import Any
 
 import torch
 
-from scrimp.checkpoint._manifest import NAME, Entry, Extent, Manifest
+from scrimp.checkpoint._manifest import NAME, Entry, Extent, Manifest, checked_extra
 from scrimp.checkpoint._tiles import extents_of, written, written_numel
 from scrimp.checkpoint._write import Named, write
 from scrimp.chunks import Opened, Slot, Store, Wire
 from scrimp.errors import CheckpointError, ScrimpError
 
 ASIDE, UNFINISHED = ".previous", ".unfinished"
+_WRITING: set[Path] = set()  # folders that this process is writing
+
+
+def being_written(folder: Path) -> bool:
+    return Path(os.path.abspath(folder)) in _WRITING
 
 
 def save(
@@ -39,26 +44,33 @@ def save(
     buffers: Mapping[str, torch.Tensor],
     groups: Sequence[Mapping[str, Any]] = (),
     also: Iterable[Named] = (),
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint. `also`: further tensors of this rank, under their own names."""
+    """Write a checkpoint. `also`: further tensors of this rank, under their own names. `extra`: JSON for the manifest."""
     goal = Path(os.path.abspath(folder))
     work = goal.with_name(goal.name + UNFINISHED)
     wire = store.ranks
+    more: dict[str, Any] = {}
     with _together(wire, goal):
+        more = checked_extra(extra)
         if wire.rank == 0:
             _check_goal(goal)
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
-    name = f"rank-{wire.rank}.safetensors"
-    mine = bytes(32)
-    with _together(wire, goal):
-        with _OneLayer(store) as layers:
-            mine = write(work / name, chain(_tensors(store, layers, rng, buffers), also))
-        _flush(work / name)
-    checksums = wire.every(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    with _together(wire, goal):
-        if wire.rank == 0:
-            _finish(goal, work, store, checksums, optimizer, steps, skipped, counts, loss_scale, groups)
+    _WRITING.add(work)
+    try:
+        name = f"rank-{wire.rank}.safetensors"
+        mine = bytes(32)
+        with _together(wire, goal):
+            with _OneLayer(store) as layers:
+                mine = write(work / name, chain(_tensors(store, layers, rng, buffers), also))
+            _flush(work / name)
+        checksums = wire.every(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        with _together(wire, goal):
+            if wire.rank == 0:
+                _finish(goal, work, store, checksums, optimizer, steps, skipped, counts, loss_scale, groups, more)
+    finally:
+        _WRITING.discard(work)
 
 
 def _finish(
@@ -72,6 +84,7 @@ def _finish(
     counts: Mapping[str, int],
     loss_scale: tuple[float, int],
     groups: Sequence[Mapping[str, Any]],
+    extra: dict[str, Any],
 ) -> None:
     manifest = Manifest(
         precision=store.precision,
@@ -84,6 +97,7 @@ def _finish(
         entries=_entries(store, counts),
         state=store.optimizer.state,
         groups=tuple(map(dict, groups)),
+        extra=extra,
     )
     (work / NAME).write_text(manifest.to_json())
     _flush(work / NAME)

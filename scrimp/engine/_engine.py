@@ -199,20 +199,22 @@ class Engine:
         """
         return self._run.dtensors()
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint: weights, master weights, optimizer states, step, random state and the settings of all groups.
 
-        The folder appears complete or not at all. The state of a learning-rate scheduler is yours: `scheduler.state_dict()`.
+        The folder appears complete or not at all. `extra` is yours: JSON that the manifest keeps and `load` returns, such as the
+        position in the data or `scheduler.state_dict()`. With several ranks it is that of rank 0.
         """
-        self._run.save(folder)
+        self._run.save(folder, extra)
 
-    def load(self, folder: str | Path) -> None:
-        """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with.
+    def load(self, folder: str | Path) -> Mapping[str, Any]:
+        """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with. Returns the `extra` of
+        `save`; empty if there was none.
 
         Learning rates are those of the checkpoint, as with `load_state_dict` of torch's optimizers, unless `lr` is a function;
         set `engine.lr` afterwards for others.
         """
-        self._run.load(folder)
+        return self._run.load(folder)
 
     # What a step takes.
 

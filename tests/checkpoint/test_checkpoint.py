@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -72,9 +73,9 @@ def test_a_flipped_bit_a_lost_file_and_another_model_are_refused(tmp_path: Path)
     engine.save(tmp_path / "ckpt")
     manifest = tmp_path / "ckpt" / "manifest.json"
     text = manifest.read_text()
-    for old, new in [('"version": 2', '"version": 9'), ("scrimp.checkpoint", "something.else")]:
+    for old, new in [('"version": 3', '"version": 9'), ("scrimp.checkpoint", "something.else")]:
         manifest.write_text(text.replace(old, new, 1))
-        with pytest.raises(CheckpointError, match=r"this is .*, but this scrimp reads scrimp\.checkpoint version 1 or 2"):
+        with pytest.raises(CheckpointError, match=r"this is .*, but this scrimp reads scrimp\.checkpoint version 1 or 2 or 3"):
             trained(steps=0).load(tmp_path / "ckpt")
     manifest.write_text(text)
     with pytest.raises(CheckpointError, match="another model"):
@@ -133,3 +134,38 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     again = Engine(copy.deepcopy(model), optimizer=AdamW(), memory=Memory(device="1GiB"), device="cpu")
     again.load(tmp_path / "ckpt")
     assert run(again, batches_of("gpt-tiny")[3:6]) == want
+
+
+def test_extra_comes_back(tmp_path: Path) -> None:
+    engine = trained(steps=0)
+    engine.save(tmp_path / "ckpt", extra={"position": 12, "scheduler": {"rates": (0.5, 1e-3)}, "done": None})
+    assert engine.load(tmp_path / "ckpt") == {"position": 12, "scheduler": {"rates": [0.5, 1e-3]}, "done": None}
+    engine.save(tmp_path / "ckpt")
+    assert engine.load(tmp_path / "ckpt") == {}
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ([1], "extra is a list; give a mapping"),
+        ({"a": {1: 2}}, r"extra\['a'\] has the key 1, a int: keys in JSON are text"),
+        ({"a": [0.0, float("nan")]}, r"extra\['a'\]\[1\] is nan, which JSON does not have"),
+        ({"a": torch.ones(1)}, r"extra\['a'\] is a Tensor: a manifest holds JSON.*with \.tolist\(\)"),
+    ],
+)
+def test_extra_that_json_would_change_is_refused(extra: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        trained(steps=0).save(tmp_path / "ckpt", extra=extra)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_checkpoint_of_version_2_is_still_read(tmp_path: Path) -> None:
+    engine = trained()
+    engine.save(tmp_path / "ckpt")
+    manifest = tmp_path / "ckpt" / "manifest.json"
+    data = json.loads(manifest.read_text())
+    del data["extra"]
+    manifest.write_text(json.dumps({**data, "version": 2}))
+    again = trained(steps=0)
+    assert again.load(tmp_path / "ckpt") == {}
+    assert_same(again.state_dict(), engine.state_dict())

@@ -78,13 +78,13 @@ class Between:
         begin_call(self._whole, "iter_state")
         yield from iter_state(self._whole)
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, extra: Mapping[str, Any] | None) -> None:
         begin_call(self._whole, "save")
-        save_state(self._whole, folder)
+        save_state(self._whole, folder, extra)
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path) -> dict[str, Any]:
         begin_call(self._whole, "load")
-        load_state(self._whole, folder)
+        return load_state(self._whole, folder)
 
     def check_open(self) -> None:
         if self._whole.closed:

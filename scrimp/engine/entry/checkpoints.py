@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ def _planned_values(engine: Training, layer: int, slot: Slot) -> torch.Tensor:
     return store.tiling.whole(slot.name, mine).cpu()
 
 
-def save_state(engine: Training, folder: str | Path) -> None:
+def save_state(engine: Training, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
     engine.check_usable(reading=True)
     random = {"cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
@@ -96,6 +96,7 @@ def save_state(engine: Training, folder: str | Path) -> None:
         rng=random,
         buffers=persistent(engine.model),
         also=engine.exchanging.saved(engine),
+        extra=extra,
     )
 
 
@@ -108,7 +109,7 @@ def _counts(engine: Training) -> dict[str, int]:
     return dict(zip(names, every.tolist(), strict=True))
 
 
-def load_state(engine: Training, folder: str | Path) -> None:
+def load_state(engine: Training, folder: str | Path) -> dict[str, Any]:
     engine.check_open()
     try:
         engine.updating.check()
@@ -149,3 +150,4 @@ def load_state(engine: Training, folder: str | Path) -> None:
         torch.set_rng_state(random["cpu"])
         if "cuda" in random and engine.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], engine.device)
+    return manifest.extra
