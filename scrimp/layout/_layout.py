@@ -104,13 +104,7 @@ class Layout:
 
     def tile_index(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The index of a rank's tile along each dim."""
-        index = []
-        for axes in self.dims:
-            k = 0
-            for axis in axes:
-                k = k * mesh.axis_size(axis) + mesh.coordinate(rank, axis)
-            index.append(k)
-        return tuple(index)
+        return tuple(mesh.index(rank, axes) for axes in self.dims)
 
     def tile(self, shape: Sequence[int], mesh: Mesh, rank: int, padded: Sequence[int] | None = None) -> Box:
         """A rank's part of the array, as [start, stop) per dim. `padded`: the sizes to cut into tiles instead of the array's own:

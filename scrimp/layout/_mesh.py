@@ -112,6 +112,13 @@ class Mesh:
         size, stride = self._entry(axis)
         return rank // stride % size
 
+    def index(self, rank: int, axes: Iterable[str]) -> int:
+        """The coordinate along several axes together, the first axis major."""
+        index = 0
+        for axis in axes:
+            index = index * self.axis_size(axis) + self.coordinate(rank, axis)
+        return index
+
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` on these axes alone, the first axis major."""
         axes = tuple(axes)

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from scrimp.lower.weights.overlap import Overlap, overlap_of
     from scrimp.lower.weights.rest import Rest
     from scrimp.lower.weights.shards import Shards
-    from scrimp.lower.weights.tiles import cut, flat_tile, gathered, shared, summed
+    from scrimp.lower.weights.tiles import cut, flat_tile, gathered, part_of, shared, summed
     from scrimp.lower.weights.together import Summed, Together
 
 __all__ = [
@@ -116,6 +116,7 @@ __all__ = [
     "messages",
     "module",
     "overlap_of",
+    "part_of",
     "redistribute",
     "shared",
     "shared_together",
@@ -176,6 +177,7 @@ __getattr__ = lazily(
         "cut": "scrimp.lower.weights.tiles",
         "flat_tile": "scrimp.lower.weights.tiles",
         "gathered": "scrimp.lower.weights.tiles",
+        "part_of": "scrimp.lower.weights.tiles",
         "local_shape": "scrimp.lower.moves",
         "made_whole": "scrimp.lower.moves",
         "redistribute": "scrimp.lower.moves",

@@ -64,6 +64,12 @@ def test_coordinates_number_the_ranks_row_major(mesh: Mesh) -> None:
         for sub in mesh.split(axis):
             by_subs = [k * mesh.axis_size(sub) + mesh.coordinate(rank, sub) for rank, k in enumerate(by_subs)]
         assert whole == by_subs
+    for axes in itertools.permutations(mesh.names):
+        grid = [*itertools.product(*(range(mesh.axis_size(axis)) for axis in axes))]
+        found = [mesh.index(rank, axes) for rank in range(mesh.size)]
+        assert [grid[index] for index in found] == [
+            tuple(mesh.coordinate(rank, axis) for axis in axes) for rank in range(mesh.size)
+        ]
 
 
 def test_examples_of_the_text_form() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from scrimp.engine.lowered.program import Program
 from scrimp.errors import RunError
 from scrimp.layout import Mesh
-from scrimp.lower import cut, local_shape
+from scrimp.lower import cut, local_shape, part_of
 from scrimp.planner import Placed, unsplit
 
 
@@ -60,15 +61,8 @@ def _box(place: Placed, mesh: Mesh, rank: int) -> tuple[slice, ...] | None:
         sizes = [(size, axes) for size, axes in dim if size > 1 or axes]
         if any(axes for _, axes in sizes[1:]):
             return None
-        whole = 1
-        for size, _ in dim:
-            whole *= size
-        start, stop = 0, whole
-        for axis in sizes[0][1] if sizes else ():
-            length = (stop - start) // mesh.axis_size(axis)
-            start += mesh.coordinate(rank, axis) * length
-            stop = start + length
-        index.append(slice(start, stop))
+        start, length = part_of(prod(size for size, _ in dim), sizes[0][1] if sizes else (), mesh, rank)
+        index.append(slice(start, start + length))
     return tuple(index)
 
 

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from scrimp.engine.lowered.program import Program
-from scrimp.lower import Communicator, Rest, flat_tile, gathered, made_whole
+from scrimp.lower import Communicator, Rest, flat_tile, gathered, made_whole, part_of
 from scrimp.move import Peers
 
 Box = tuple[tuple[int, int, int], ...]
@@ -68,13 +68,8 @@ class PlannedTiling:
         return "@" + "*".join(f"{first}+{length}of{size}" for size, first, length in box) + f"[{start}:{stop}]"
 
     def _box(self, each: Rest, rank: int) -> Box:
-        box, mesh = [], self.comm.mesh
-        for size, axes in (factor for dim in each.use.dims for factor in dim):
-            count, index = prod(mesh.axis_size(axis) for axis in axes), 0
-            for axis in axes:
-                index = index * mesh.axis_size(axis) + mesh.coordinate(rank, axis)
-            box.append((size, index * (size // count), size // count))
-        return tuple(box)
+        factors = (factor for dim in each.use.dims for factor in dim)
+        return tuple((size, *part_of(size, axes, self.comm.mesh, rank)) for size, axes in factors)
 
     def _over(self, each: Rest) -> tuple[str, ...]:
         """The axes over which what a rank updates is sharded. A frozen weight has no states; its share of the weight counts."""

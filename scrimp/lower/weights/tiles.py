@@ -23,12 +23,14 @@ def cut(whole: torch.Tensor, place: Placed, mesh: Mesh, rank: int) -> torch.Tens
     factors = [factor for dim in place.dims for factor in dim]
     found = whole.reshape([size for size, _ in factors])
     for dim, (size, axes) in enumerate(factors):
-        count = prod(mesh.axis_size(axis) for axis in axes)
-        index = 0
-        for axis in axes:
-            index = index * mesh.axis_size(axis) + mesh.coordinate(rank, axis)
-        found = found.narrow(dim, index * (size // count), size // count)
+        found = found.narrow(dim, *part_of(size, axes, mesh, rank))
     return found.reshape(local_shape(place, mesh))
+
+
+def part_of(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> tuple[int, int]:
+    """Where a rank's part of a factor starts, and its length."""
+    length = size // prod(mesh.axis_size(axis) for axis in axes)
+    return mesh.index(rank, axes) * length, length
 
 
 def flat_tile(whole: torch.Tensor, each: Rest, mesh: Mesh, rank: int) -> torch.Tensor:
