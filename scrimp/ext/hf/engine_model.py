@@ -10,6 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from scrimp.ext.hf.within_budget import WithinBudget
 
 
-def evaluate_as_it_is(engine: Engine, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def evaluate_as_it_is(engine: Engine, model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As `engine.evaluate(function, ...)`, with every module in the mode it is in: plain PyTorch does not change it either."""
-    training = [module for module in engine.model.modules() if module.training]
+    training = [module for module in model.modules() if module.training]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _modes(training):
@@ -68,9 +69,20 @@ def _save_pretrained(own: Callable[..., Any], ref: weakref.ref[WithinBudget]) ->
             if trainer.args.world_size > 1:
                 raise RunError("model.save_pretrained on one of several ranks: call trainer.save_model(folder) on every rank")
             state_dict = trainer.whole_state()
-        return own(*args, state_dict=state_dict, **kwargs)
+        out = own(*args, state_dict=state_dict, **kwargs)
+        if trainer is not None and trainer.args.should_save and not is_peft(trainer.model):
+            _keep_dtype(trainer.model, trainer.dtype, *args, **kwargs)
+        return out
 
     return save_pretrained
+
+
+def _keep_dtype(model: Any, dtype: torch.dtype, save_directory: str | Path, *_args: Any, **_kwargs: Any) -> None:
+    """Write the configuration with the dtype of the saved weights: transformers writes that of the weights on the device."""
+    name = str(dtype).removeprefix("torch.")
+    if str(model.config.dtype).removeprefix("torch.") != name:
+        model.config.dtype = name
+        model.config.save_pretrained(save_directory)
 
 
 def names_to_save(model: nn.Module) -> list[str]:

@@ -206,6 +206,12 @@ class WithinBudget(TrainerHooks):
         self._norm.fill_(float("nan") if engine.optimizer.norm is None else engine.optimizer.norm)
         self.step_was_skipped(engine.optimizer.skipped > skipped)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model was loaded, and is saved."""
+        floating = [dtype for dtype in self._dtypes.values() if dtype.is_floating_point]
+        return floating[0] if floating else torch.float32
+
     def drop_unfinished_step(self) -> None:
         """Discard the gradients of a step that a callback has stopped before its last micro-batch."""
         if self._waiting and self._engine is not None:
@@ -230,7 +236,7 @@ class WithinBudget(TrainerHooks):
         if self.control.should_training_stop:
             self.drop_unfinished_step()
         with self._busy():
-            return engine_model.evaluate_as_it_is(self.engine, Counted(self).counting(function), *args, **kwargs)
+            return engine_model.evaluate_as_it_is(self.engine, self.model, Counted(self).counting(function), *args, **kwargs)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -139,6 +139,12 @@ def assert_equal(plain: Run, door: Run) -> None:
     assert_same_weights(plain, door)
 
 
+def assert_goes_on(whole: Run, resumed: Run) -> None:
+    """A resumed run is the uninterrupted one; the last log has the mean loss of the resumed part only."""
+    assert resumed.logs[:-1] == whole.logs[:-1]
+    assert_same_weights(whole, resumed)
+
+
 def assert_same_weights(plain: Run, door: Run) -> None:
     assert plain.state.keys() == door.state.keys()
     wrong = [name for name, value in plain.state.items() if not torch.equal(value, door.state[name])]
