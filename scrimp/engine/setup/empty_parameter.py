@@ -60,6 +60,8 @@ class EmptyParameter(nn.Parameter):
             allowed = attribute not in VALUES if name == "__get__" else (attribute != "data" and given is None) or given is mine
             if not allowed and attribute != "requires_grad":
                 refuse(mine, attribute)
+        elif name == "detach":
+            return mine  # for names of a module's state_dict; what uses its values raises
         elif name in ("to", "cuda", "cpu", *CASTS):
             return _converted(mine, name, args[1:], kwargs)
         elif name not in TOLD:
