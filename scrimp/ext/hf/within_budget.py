@@ -69,6 +69,7 @@ class WithinBudget(TrainerHooks):
         self._loss: torch.Tensor | None = None  # that `training_step` has computed, with its graph
         self._norm = torch.zeros(())
         self._waiting = 0  # micro-batches since the last update
+        self._skipped = False  # the last update
         super().__init__(*args, **kwargs)
 
     # Building.
@@ -101,10 +102,12 @@ class WithinBudget(TrainerHooks):
         return self.optimizer
 
     def _build(self, shell: torch.optim.Optimizer) -> Engine:
-        precision = precision_of(self.args, self._precision)
+        args, planned = self.args, self._asked["plan"] is not None
+        precision = precision_of(args, self._precision)
         warn_of_dtype(self.model, precision, self._precision)
         self._dtypes = engine_model.dtypes_of(self.model)
-        args = self.args
+        if planned:
+            self._check_plan()
         if isinstance(self._asked["exchange"], Sparse) and args.gradient_accumulation_steps > 1:
             raise RunError(
                 f"exchange=Sparse with gradient_accumulation_steps={args.gradient_accumulation_steps} is not possible: a rank "
@@ -115,10 +118,10 @@ class WithinBudget(TrainerHooks):
             **self._asked,
             optimizer=optimizer_of(shell, self.model.named_parameters()),
             precision=precision,
-            activations=activations_of(args, self._activations),
+            activations=activations_of(args, "auto" if planned and self._activations is None else self._activations),
             clip_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
             micro_batches=args.gradient_accumulation_steps,
-            reduction="sum",  # the trainer scales losses by the tokens or the micro-batches of a step
+            reduction="mean" if planned else "sum",  # the trainer scales losses itself
             device=args.device,
         )
         ref = weakref.ref(self)
@@ -161,6 +164,8 @@ class WithinBudget(TrainerHooks):
         """The trainer's training step inside the engine."""
         engine, own = self.engine, super().training_step
         model.train()
+        if self._asked["plan"] is not None:
+            return self._at_once(**self._global_batch(inputs))
 
         def run(inputs: Any) -> torch.Tensor:
             self._loss = None
@@ -173,10 +178,47 @@ class WithinBudget(TrainerHooks):
                 )
             return loss
 
+        if isinstance(self._asked["exchange"], Sparse):
+            return self._at_once(run, _plain(inputs))
         with self._busy():
             loss = engine.backward(Counted(self).counting(run), _plain(inputs))
         self._waiting += 1
         return loss
+
+    def _at_once(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Gradients and update in one call, where the engine cannot separate them. Nothing changes the rates in between."""
+        copy_settings(self._shell(), self.engine)
+        skipped = self.engine.optimizer.skipped
+        with self._busy():
+            loss = self.engine.step(*(Counted(self).counting(arg) if callable(arg) else arg for arg in args), **kwargs)
+        self._skipped = self.engine.optimizer.skipped > skipped
+        return loss
+
+    def _check_plan(self) -> None:
+        """Raises if the loss is not the one that the plan computes: that of the model, as a mean over the global batch."""
+        from transformers import Trainer
+
+        args = self.args
+        wrong = {
+            "its own compute_loss": type(self).compute_loss is not Trainer.compute_loss,
+            "compute_loss_func": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.label_smoother is not None,
+            "neftune_noise_alpha": self.neftune_noise_alpha is not None,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps > 1,
+            "average_tokens_across_devices=False": not args.average_tokens_across_devices,
+        }
+        found = [name for name, there in wrong.items() if there]
+        if found:
+            raise RunError(
+                f"plan= with {found[0]} is not possible: the engine runs the plan's program, whose loss is the mean that "
+                "the model returns for the global batch. Leave out the one or the other"
+            )
+
+    def _global_batch(self, inputs: Any) -> dict[str, Any]:
+        """The batches of all ranks in one, which a plan takes."""
+        return {
+            name: self.accelerator.gather(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+        }
 
     def take_loss(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """In place of `accelerator.backward`."""
@@ -199,12 +241,13 @@ class WithinBudget(TrainerHooks):
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """The engine's update, with the settings that the torch optimizer has now."""
         engine = self.engine
-        copy_settings(optimizer, engine)
-        skipped = engine.optimizer.skipped
-        engine.update()
-        self._waiting = 0
+        if self._waiting:  # else `_at_once` has made the update
+            copy_settings(optimizer, engine)
+            skipped = engine.optimizer.skipped
+            engine.update()
+            self._waiting, self._skipped = 0, engine.optimizer.skipped > skipped
         self._norm.fill_(float("nan") if engine.optimizer.norm is None else engine.optimizer.norm)
-        self.step_was_skipped(engine.optimizer.skipped > skipped)
+        self.step_was_skipped(self._skipped)
 
     @property
     def dtype(self) -> torch.dtype:
