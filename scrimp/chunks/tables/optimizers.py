@@ -148,7 +148,8 @@ def settings_by_group(optimizer: Optimizer, names: Sequence[str]) -> list[tuple[
     rows = [Patterns(row) for row in patterns]
     for name in names:
         matches = [row.matching(name) for row in rows]
-        at = [k for k, matched in enumerate(matches) if matched]
+        exact = [k for k, matched in enumerate(matches) if name in matched]
+        at = [k for k, matched in enumerate(matches) if matched] if by_glob or not exact else exact
         for k in at[:1] if by_glob else at:
             unmatched -= matches[k]
         if len(at) > 1 and not by_glob:

@@ -12,10 +12,11 @@ pytest.importorskip("transformers", reason="transformers is not installed (it is
 
 from safetensors.torch import load_file
 
+import scrimp
 from scrimp.exchange import Sparse
 from scrimp.ext.ranks import pool
-from tests.ext.hf.trainers import model_of
-from tests.rank_jobs.hf_trainer import Result, trained
+from tests.ext.hf.trainers import collate_alike, model_of, rows
+from tests.rank_jobs.hf_trainer import Result, planned, trained
 from tests.support.bounds import gamma
 
 SETTINGS: dict[str, Any] = {"max_steps": 4, "max_grad_norm": 1e9, "eval_strategy": "steps"}
@@ -70,3 +71,17 @@ def test_two_ranks_with_sparse_exchange(tmp_path: Path) -> None:
     assert len(losses) == 12
     assert losses[-1] < losses[0]
     assert all(log["grad_norm"] > 0 for log in logs if "grad_norm" in log)
+
+
+@pytest.mark.full
+def test_two_ranks_with_a_plan(tmp_path: Path) -> None:
+    """Each rank's batches are gathered into the global one; the steps are those of an engine with the same plan."""
+    batch = collate_alike(list(rows())[:4])
+    found = scrimp.plan(model_of("llama").train(), batch, "2xCPU", mesh="x=2", precision="fp32", time_limit=5, gap=0.5)
+    found.save(tmp_path / "plan.json")
+    for losses, wanted, state, want in pool(2).run(planned, str(tmp_path), str(tmp_path / "plan.json"), timeout_seconds=300):
+        assert losses == wanted
+        assert len(losses) == 8
+        assert losses[-1] < losses[0]
+        assert state.keys() == want.keys()
+        assert not [name for name, value in want.items() if not torch.equal(state[name], value)]

@@ -72,6 +72,11 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([sample[key][:length] for sample in samples]) for key in ("input_ids", "labels")}
 
 
+def collate_alike(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Batches of one length, as a plan takes them."""
+    return {key: torch.tensor([sample[key] for sample in samples]) for key in ("input_ids", "labels")}
+
+
 def arguments(folder: Path, **settings: Any) -> TrainingArguments:
     given: dict[str, Any] = {
         "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "max_steps": STEPS,
