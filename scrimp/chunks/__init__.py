@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from scrimp.chunks.store.disk_tier import STAGES, tile_numel
     from scrimp.chunks.store.placement import DEVICE, DISK, HOST, STREAMED, Opened, Piece, Tier, optimized, placement_nbytes
     from scrimp.chunks.store.store import DTYPES, Store
-    from scrimp.chunks.tables.optimizers import SGD, AdamW, Optimizer, check_optimizer, rate, settings_by_group
+    from scrimp.chunks.tables.optimizers import SGD, AdamW, Optimizer, Patterns, check_optimizer, rate, settings_by_group
     from scrimp.chunks.tables.parameter_settings import Rules
     from scrimp.chunks.tables.shards import Shards, Spans
     from scrimp.chunks.tables.state_codec import BLOCK, CODECS, Coder, Field, coder_numel, state_fields
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK", "CODECS", "DEVICE", "DISK", "DTYPES", "FUSED", "HOST", "KINDS", "LEVELS", "PAGE", "SGD", "STAGES", "STREAMED",
     "AdamW", "Choice", "ChunkTable", "Coder", "Copies", "CpuMeter", "CudaMeter", "Event", "Field", "Gate", "HostUpdate",
-    "LayerCost", "LayerSpace", "Meter", "Opened", "Optimizer", "Part", "Piece", "PlainMode", "Rates", "Row", "Rules",
+    "LayerCost", "LayerSpace", "Meter", "Opened", "Optimizer", "Part", "Patterns", "Piece", "PlainMode", "Rates", "Row", "Rules",
     "Schedule", "ScheduleStep", "Shards", "Share", "Slot", "Spans", "Store", "StreamedUpdate", "Tier", "Tiling", "Unseen",
     "Updater", "Wire", "Worker", "arena", "build_table", "check_optimizer", "choose_placement", "coder_numel", "detached",
     "device_kernel", "device_memory", "gradient_norm", "host_kernel", "kernel_or_reason", "least_fetched_nbytes",
@@ -126,6 +126,7 @@ __getattr__ = lazily(
         "SGD": "scrimp.chunks.tables.optimizers",
         "AdamW": "scrimp.chunks.tables.optimizers",
         "Optimizer": "scrimp.chunks.tables.optimizers",
+        "Patterns": "scrimp.chunks.tables.optimizers",
         "check_optimizer": "scrimp.chunks.tables.optimizers",
         "rate": "scrimp.chunks.tables.optimizers",
         "settings_by_group": "scrimp.chunks.tables.optimizers",

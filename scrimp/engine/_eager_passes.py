@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scrimp.engine.step.batch import loss_of, parts, to_device
+from scrimp.engine.step.batch import loss_of, parts, to_device, which
 from scrimp.engine.step.messages import check_loss
 from scrimp.engine.step.out_of_module_weights import OutOfModule, OutOfModuleInBackward
 from scrimp.engine.step.phase import Phase
@@ -56,14 +56,15 @@ class EagerPasses:
         outside = self.out_of_module if self.out_of_module.found or residents.tracing else nullcontext()
         again = self._out_of_module_again if self._out_of_module_again.layers or residents.tracing else nullcontext()
         with residents.saving(), outside:  # also during backward: checkpointed parts of the model run forward again there
-            out = engine.model(*args, **kwargs)
-            loss = loss_of(engine.loss(out) if engine.loss is not None else out)
+            function, rest = which(engine.model, args)
+            out = function(*rest, **kwargs)
+            loss = loss_of(engine.loss(out) if engine.loss is not None and function is engine.model else out)
             del out
             check_loss(loss, engine.model)
             value = loss.detach().clone()
             if engine.loss_scale.value != 1:
                 loss = loss * engine.loss_scale.value
-            if engine.micro_batches > 1:
+            if engine.micro_batches > 1 and engine.reduction == "mean":
                 loss = loss / engine.micro_batches
             residents.enter(Phase.BACKWARD)
             try:

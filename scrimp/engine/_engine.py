@@ -61,6 +61,8 @@ class Engine:
         clip_norm: The largest norm of the global gradient.
         skip_nonfinite: Skip the update, with a warning, if a gradient is not finite.
         micro_batches: Parts that `step` splits a batch into; their gradients are accumulated.
+        reduction: How the losses and gradients of micro-batches are combined: "mean", or "sum" if your losses are already scaled
+            (by the tokens of all micro-batches, say).
         activations: What the engine may do with activations: "auto", or a set of "keep", "recompute" and "offload" (the
             inputs of recomputed layers go to the host).
         loss: Makes the loss from what the model returns, if that has none.
@@ -89,6 +91,7 @@ class Engine:
         clip_norm: float | None = None,
         skip_nonfinite: bool = True,
         micro_batches: int = 1,
+        reduction: str = "mean",
         activations: str | Iterable[str] = "auto",
         loss: Callable[[Any], torch.Tensor] | None = None,
         cast_inputs: bool = True,
@@ -107,6 +110,7 @@ class Engine:
             clip_norm=clip_norm,
             skip_nonfinite=skip_nonfinite,
             micro_batches=micro_batches,
+            reduction=reduction,
             activations=activations,
             loss=loss,
             cast_inputs=cast_inputs,
@@ -119,6 +123,9 @@ class Engine:
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on this rank's whole batch, and return the mean loss, detached.
 
+        `engine.step(*batch)` calls the model. `engine.step(fn, *args, **kwargs)` calls `fn` in its place, as `backward` does; its
+        tensors are the batch, which is split into micro-batches.
+
         Modules run in the modes they are in. A step that fails before its update leaves everything as it was. A step that fails
         in its update leaves an engine that can only load a checkpoint.
         """
@@ -129,7 +136,12 @@ class Engine:
 
         This is gradient accumulation as in a plain loop with `(loss / micro_batches).backward()`: N calls and an `update` are
         one `step` of Engine(micro_batches=N) with the N micro-batches as its batch. Up to `micro_batches` calls may come before
-        an update; after fewer the sum is still divided by `micro_batches`.
+        an update; after fewer the sum is still divided by `micro_batches`. With `reduction="sum"` losses are not divided, and
+        any number of calls is possible if `micro_batches` is 2 or more.
+
+        `engine.backward(fn, *args, **kwargs)` calls `fn`, which uses the model in any way and returns a loss, with tensors on the
+        device: a training step of another library, or a loss with several forwards. `fn` must not call `loss.backward()`. The
+        engine calls `fn` again if the first call did not fit, with the random state and the buffers of the first call.
 
         A call that fails before its first gradient is as if it had not been made. A call that fails later loses the gradients
         since the last update, and no weight has changed.
@@ -139,6 +151,10 @@ class Engine:
     def update(self) -> None:
         """Update with the gradients of all calls of `backward` since the last update: checked and clipped as in a step."""
         self._run.update()
+
+    def zero_grad(self) -> None:
+        """Discard the gradients of all calls of `backward` since the last update."""
+        self._run.zero_grad()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward without gradients, in eval mode, within the budget.
@@ -182,13 +198,19 @@ class Engine:
         """
         return self._run.full_parameters(*names)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others."""
-        return self._run.state_dict()
+    def state_dict(self, *names: str) -> dict[str, torch.Tensor]:
+        """All parameters in fp32 and all buffers, on the CPU; with several ranks on rank 0, and nothing on the others.
 
-    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter in fp32 by every name it has, then every buffer; every rank gets all of them, one at a time."""
-        return self._run.iter_state()
+        `names`: only these. They are names, or patterns such as "head.*".
+        """
+        return self._run.state_dict(*names)
+
+    def iter_state(self, *names: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter in fp32 by every name it has, then every buffer; every rank gets all of them, one at a time.
+
+        `names`: only these, as in `state_dict`; of a tied parameter give one name to get it once.
+        """
+        return self._run.iter_state(*names)
 
     def dtensors(self) -> DTensors:
         """Under a plan: every parameter as a `torch.distributed.tensor.DTensor`, by every name it has, for your own tools.

@@ -97,6 +97,7 @@ class Training(Between, Accumulating):
         clip_norm: float | None,
         skip_nonfinite: bool,
         micro_batches: int,
+        reduction: str,
         activations: str | Iterable[str],
         loss: Callable[[Any], torch.Tensor] | None,
         cast_inputs: bool,
@@ -106,10 +107,10 @@ class Training(Between, Accumulating):
         check_model(model)
         optimizer, memory, mesh = optimizer_of(optimizer), memory_of(memory), mesh_of(mesh)
         if plan is not None:
-            check_arguments(plan, activations=activations, mesh=mesh, loss=loss, chunk_numel=chunk_numel)
+            check_arguments(plan, activations=activations, mesh=mesh, loss=loss, chunk_numel=chunk_numel, reduction=reduction)
             micro_batches = micro_batches_of(plan, micro_batches)
         ways = activations_of(activations, RunError)
-        check_settings(precision, micro_batches, ways, clip_norm)
+        check_settings(precision, micro_batches, reduction, ways, clip_norm)
         check_modules(model)
         check_exchange(exchange, optimizer, precision, memory)
         self.model, self.plan = model, None if plan is None else plan.bare()
@@ -118,7 +119,7 @@ class Training(Between, Accumulating):
         self.precision = precision
         self.clip_norm = clip_norm
         self.skip_nonfinite = skip_nonfinite
-        self.micro_batches = micro_batches
+        self.micro_batches, self.reduction = micro_batches, reduction
         self.loss = loss
         self.cast_inputs = cast_inputs  # floating-point tensors of a batch, to the precision of the weights
         self.device = pick_device(device)
@@ -228,7 +229,7 @@ class Training(Between, Accumulating):
         self.meta_parameters = MetaParameters(model, self.weights, taken, self._hooks, self.device)
         of_name = dict(model.named_parameters(remove_duplicate=False))
         self.optimizer = Handle(settings, [(first, [of_name[name] for name in names]) for first, names in groups])
-        self.optimizer.counts = _counts(weakref.ref(self))
+        self.optimizer.follow(weakref.ref(self))
 
     # The step.
 
@@ -299,7 +300,7 @@ class Training(Between, Accumulating):
                     raise RunError("no trained parameter got a gradient: the loss depends on none of them")
         except MoveError as error:
             raise self.named_error(error) from error
-        return torch.stack(losses).mean()
+        return torch.stack(losses).mean() if self.reduction == "mean" else torch.stack(losses).sum()
 
     @property
     def under_plan(self) -> PlannedPasses:
@@ -389,11 +390,3 @@ class Training(Between, Accumulating):
         self.residents.make_room()
         if not perhaps and self.ledger.total_nbytes > self.meter.budget_nbytes:
             raise does_not_fit(self.steps, self.ledger, self.meter, self.model, self.planning.ways)
-
-
-def _counts(training: weakref.ref[Training]) -> Callable[[], tuple[int, int, float | None]]:
-    def counts() -> tuple[int, int, float | None]:
-        alive = training()
-        return (0, 0, None) if alive is None else (alive.steps, alive.skipped, alive.norm)
-
-    return counts

@@ -145,10 +145,13 @@ def settings_by_group(optimizer: Optimizer, names: Sequence[str]) -> list[tuple[
         patterns.append((chosen,) if isinstance(chosen, str) else chosen)
     unmatched = {pattern for row in patterns for pattern in row}
     found: list[list[str]] = [[] for _ in settings]
+    rows = [Patterns(row) for row in patterns]
     for name in names:
-        at = [k for k, row in enumerate(patterns) if any(fnmatch.fnmatchcase(name, pattern) for pattern in row)]
+        matches = [row.matching(name) for row in rows]
+        exact = [k for k, matched in enumerate(matches) if name in matched]
+        at = [k for k, matched in enumerate(matches) if matched] if by_glob or not exact else exact
         for k in at[:1] if by_glob else at:
-            unmatched -= {pattern for pattern in patterns[k] if fnmatch.fnmatchcase(name, pattern)}
+            unmatched -= matches[k]
         if len(at) > 1 and not by_glob:
             raise RunError(f"parameter {name} is in the groups {[k - 1 for k in at]}; give it to one")
         found[at[0] if at else 0].append(name)
@@ -163,6 +166,19 @@ def settings_by_group(optimizer: Optimizer, names: Sequence[str]) -> list[tuple[
     if not found[0] and groups:
         settings, found = settings[1:], found[1:]
     return list(zip(settings, found, strict=True))
+
+
+class Patterns:
+    """Globs and exact names. A name that is equal to a pattern matches it, whatever characters it has; only patterns with
+    wildcards are compared one by one."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._names = {*patterns}
+        self._globs = sorted(pattern for pattern in self._names if any(sign in pattern for sign in "*?["))
+
+    def matching(self, name: str) -> set[str]:
+        """The patterns that a name matches."""
+        return {pattern for pattern in self._globs if fnmatch.fnmatchcase(name, pattern)} | ({name} & self._names)
 
 
 def by_parameter(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Optimizer]:

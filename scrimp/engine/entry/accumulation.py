@@ -89,6 +89,13 @@ class Accumulating:
         engine.seconds = time.perf_counter() - start
         engine.host_seconds = engine.updating.waited()
 
+    @in_one_piece
+    def zero_grad(self) -> None:
+        begin_call(self._all, "zero_grad")
+        if self.pending:
+            self.discard()
+        self._lost = ""
+
     def discard(self) -> None:
         """Drop the accumulated gradients without an update, and restore the weights that they overwrote."""
         engine = self._all
@@ -110,7 +117,7 @@ class Accumulating:
                 "micro-batch, and engine.backward does not know which is the last; use Engine(micro_batches=N) and "
                 "engine.step(*batch), which splits the batch"
             )
-        if self.pending >= engine.micro_batches:
+        if self.pending >= engine.micro_batches and (engine.micro_batches == 1 or engine.reduction == "mean"):
             place = (
                 "has no buffer to accumulate gradients in"
                 if engine.micro_batches == 1

@@ -59,10 +59,10 @@ class Between:
     def report(self, path: str | Path, rehearsal: str | Path | Mapping[str, Any] | None) -> None:
         report(self._whole, path, rehearsal)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, *names: str) -> dict[str, torch.Tensor]:
         begin_call(self._whole, "state_dict")
         state = {}
-        for name, tensor in iter_state(self._whole):
+        for name, tensor in iter_state(self._whole, names):
             if self._whole.wire.rank == 0:
                 state[name] = tensor
         return state
@@ -74,9 +74,9 @@ class Between:
         with naming_calls(self._whole):
             return dtensors(self._whole)
 
-    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_state(self, *names: str) -> Iterator[tuple[str, torch.Tensor]]:
         begin_call(self._whole, "iter_state")
-        yield from iter_state(self._whole)
+        yield from iter_state(self._whole, names)
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None) -> None:
         begin_call(self._whole, "save")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from scrimp._warnings import warn
 from scrimp.checkpoint import load, save
-from scrimp.chunks import Slot
+from scrimp.chunks import Patterns, Slot
 from scrimp.engine.setup.state_dict_names import persistent_buffers
 from scrimp.errors import CheckpointError, RunError
 
@@ -27,19 +28,33 @@ def persistent(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, _, _, buffer in persistent_buffers(model)}
 
 
-def iter_state(engine: Training) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_state(engine: Training, only: Sequence[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     engine.check_usable(reading=True)
-    named = [(name, *engine.places[id(parameter)]) for name, parameter in engine.weights.items()]
+    buffers = persistent(engine.model)
+    chosen = select(only, [*engine.weights, *buffers]) if only else {*engine.weights, *buffers}
+    named = [(name, *engine.places[id(parameter)]) for name, parameter in engine.weights.items() if name in chosen]
     while named:
         count = _together([slot.numel for _, _, slot in named])
         names, layers, slots = zip(*named[:count], strict=True)
         yield from zip(names, full_values(engine, list(zip(layers, slots, strict=True))), strict=True)
         named = named[count:]
-    for name, buffer in persistent(engine.model).items():
+    for name, buffer in buffers.items():
+        if name not in chosen:
+            continue
         here = buffer.detach().cpu().clone()
         # Rank 0's buffer, as in DDP: running statistics differ between ranks after a forward. Booleans cannot be summed.
         bits = here.view(torch.uint8) if here.dtype == torch.bool else here
         yield name, engine.wire.from_first(bits).view(here.dtype)
+
+
+def select(names: Sequence[str], known: Sequence[str]) -> set[str]:
+    """The known names that match one of `names`, which may be patterns; each of these must match one."""
+    patterns = Patterns(names)
+    found = {name: matched for name in known if (matched := patterns.matching(name))}
+    for missing in sorted({*names}.difference(*found.values())):
+        nearest = get_close_matches(missing, known, n=1)
+        raise RunError(f"the model has no parameter or buffer {missing!r}" + (f"; nearest: {nearest[0]!r}" if nearest else ""))
+    return {*found}
 
 
 def _together(sizes: list[int]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from scrimp.engine.entry.least_budget import Peaks, least_of_evaluation
-from scrimp.engine.step.batch import to_device
+from scrimp.engine.step.batch import to_device, which
 from scrimp.engine.step.context import all_eval, running
 from scrimp.engine.step.phase import Phase
 from scrimp.errors import FitError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(engine: Training, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    run = partial(_once, engine, *which(engine, args), kwargs)
+    run = partial(_once, engine, *which(engine.model, args), kwargs)
     engine.rollback.begin(tracing=False)
     with all_eval(engine.model):
         while True:
@@ -57,10 +57,3 @@ def _trial(engine: Training, run: Callable[[], Any]) -> Peaks:
         engine.ledger.reset_peak()
         engine.rollback.back()
     return Peaks(device_nbytes=peak)
-
-
-def which(engine: Training, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function to run and its arguments: the first argument if it is callable, else the model."""
-    if args and callable(args[0]):
-        return args[0], args[1:]
-    return engine.model, args

@@ -9,14 +9,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from scrimp.chunks import Slot
-from scrimp.engine.entry.checkpoints import full_values
+from scrimp.engine.entry.checkpoints import full_values, select
 from scrimp.engine.entry.rank_calls import begin_call
 from scrimp.errors import FitError, RunError
 from scrimp.ledger import format_nbytes
@@ -56,14 +55,8 @@ def full_parameters(engine: Training, patterns: tuple[str, ...]) -> Iterator[nn.
 
 
 def _chosen(engine: Training, patterns: tuple[str, ...]) -> Chosen:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in engine.weights):
-            raise RunError(f"engine.full_parameters({pattern!r}): no parameter of the model has such a name")
-    return {
-        id(weight): engine.places[id(weight)]
-        for name, weight in engine.weights.items()
-        if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    chosen = select(patterns, [*engine.weights]) if patterns else {*engine.weights}
+    return {id(weight): engine.places[id(weight)] for name, weight in engine.weights.items() if name in chosen}
 
 
 def _check_alike(engine: Training, chosen: Chosen, full: dict[int, nn.Parameter]) -> None:

@@ -6,15 +6,19 @@ does, and then calls its `step`, by which schedulers count.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
 
 from scrimp.chunks import Optimizer, check_optimizer
 from scrimp.errors import RunError
+
+if TYPE_CHECKING:
+    from scrimp.engine._training import Training
 
 FIXED = {"nesterov", "dampening", "state"}  # memory layout and exchange depend on them
 A_FUNCTION = (
@@ -51,7 +55,7 @@ class Handle(torch.optim.Optimizer):
         self._first = [first for first, _ in groups]
         self._names = [f.name for f in fields(settings) if f.name not in ("groups", "state")]
         self._open, self._counting = True, False
-        self.counts: Callable[[], tuple[int, int, float | None]] = lambda: (0, 0, None)  # steps, skipped, norm
+        self._training: Callable[[], Training | None] = lambda: None
         rows: list[dict[str, Any]] = []
         for first, params in groups:
             rows.append({"params": [*params], **{name: getattr(first, name) for name in self._names}})
@@ -62,17 +66,24 @@ class Handle(torch.optim.Optimizer):
     @property
     def steps(self) -> int:
         """Steps since the start of training, skipped ones included; a checkpoint carries the count."""
-        return self.counts()[0]
+        engine = self._training()
+        return engine.steps if engine is not None else 0
 
     @property
     def skipped(self) -> int:
         """Steps whose update was skipped, because a gradient was not finite."""
-        return self.counts()[1]
+        engine = self._training()
+        return engine.skipped if engine is not None else 0
 
     @property
     def norm(self) -> float | None:
-        """The norm of the last global gradient, before clipping; None if nothing needed it."""
-        return self.counts()[2]
+        """The norm of the last global gradient, before clipping, also if it was not finite; None if nothing needed it."""
+        engine = self._training()
+        return engine.norm if engine is not None else None
+
+    def follow(self, training: weakref.ref[Training]) -> None:
+        """Show the counts of this engine, which the handle does not keep alive."""
+        self._training = training
 
     def told(self, step: int) -> None:
         """Show the current value of `lr` in groups where it is a function."""

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 NAMES = (
     "step", "backward", "update", "evaluate", "state_dict", "iter_state", "save", "load", "full_parameters", "close", "dtensors",
+    "zero_grad",
 )  # fmt: skip
 AT_ONCE = {"step", "backward"}  # these do not wait for the other ranks here
-WITH_GRADIENTS = {"backward", "update", "load", "close"}  # these may come between backward and update
+WITH_GRADIENTS = {"backward", "update", "load", "close", "zero_grad"}  # these may come between backward and update
 KEPT = 8  # calls that a rank's record has: other ranks may be that many calls behind
 TIMEOUT = timedelta(minutes=30)  # torch's own, where the group's cannot be read
 FIRST_SLEEP, LONGEST_SLEEP = 2e-4, 2e-2

@@ -100,10 +100,11 @@ class DenseExchange:
         finally:
             self._norms.clear()
         scale.saw(finite=check.bad is None)
+        engine.norm = check.norm
         if check.bad is not None and (engine.skip_nonfinite or scale.dynamic):
             if not scale.dynamic:
                 words = f"step {engine.steps}: gradient of {check.bad} is not finite; the update is skipped"
                 warn(words)
             return False
-        engine.norm, self._scale = check.norm, check.scale
+        self._scale = check.scale
         return True

@@ -129,6 +129,10 @@ class PlannedPasses:
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors of a batch by their names in the plan."""
+        if args and callable(args[0]):
+            raise RunError(
+                "a function was given to run in place of the model, and the engine runs the plan's program: give the batch"
+            )
         given = batch_tensors(self._model, args, kwargs)
         if given.keys() != self.batch.keys():
             raise RunError(f"the plan's batch has {', '.join(self.batch)}, this one {', '.join(given)}")

@@ -149,7 +149,7 @@ def _check_ranks(plan: Plan, wire: Wire, device: torch.device) -> None:
         )
 
 
-def check_arguments(plan: Plan, *, activations: object, mesh: object, loss: object, chunk_numel: int) -> None:
+def check_arguments(plan: Plan, *, activations: object, mesh: object, loss: object, chunk_numel: int, reduction: str) -> None:
     """Raises if a setting is given that the plan decides."""
     if activations != "auto":
         raise RunError(f"activations={activations!r}: under a plan each operator's activations are kept as the plan says")
@@ -157,6 +157,8 @@ def check_arguments(plan: Plan, *, activations: object, mesh: object, loss: obje
         raise RunError(f"mesh={str(mesh)!r}, and the plan's is '{plan.mesh}': leave it out")
     if loss is not None:
         raise RunError("loss=...: a plan has the operators up to the loss that the model returns; plan a model that returns it")
+    if reduction != "mean":
+        raise RunError(f"reduction={reduction!r}: a plan computes the mean loss of the global batch")
     if chunk_numel != DEFAULT_CHUNK:
         raise RunError(f"chunk_numel={chunk_numel}: under a plan model data is sharded as the plan says, not in chunks")
 

@@ -1,8 +1,8 @@
 """`EmptyParameter`: the user's own Parameter object between steps, without values. The engine holds the weight.
 
-So a variable, a hook or an optimizer that holds the object does not hold stale values. An empty parameter tells its shape and
-dtype, and forwards hooks to the weight. Everything else would have no effect on the weight, so it raises and names
-`engine.full_parameters()`.
+So a variable, a hook or an optimizer that holds the object does not hold stale values. An empty parameter tells its shape, dtype
+and the engine's device, and forwards hooks to the weight. Everything else would have no effect on the weight, so it raises and
+names `engine.full_parameters()`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,13 @@ class EmptyParameter(nn.Parameter):
         elif name in ("__get__", "__set__"):
             attribute = func.__self__.__name__
             given = args[1] if name == "__set__" else None
+            if name == "__get__" and attribute == "device":
+                return mine.held.device  # where the weight is when its layer runs, so that inputs are made there
             allowed = attribute not in VALUES if name == "__get__" else (attribute != "data" and given is None) or given is mine
             if not allowed and attribute != "requires_grad":
                 refuse(mine, attribute)
+        elif name == "detach":
+            return mine  # for names of a module's state_dict; what uses its values raises
         elif name in ("to", "cuda", "cpu", *CASTS):
             return _converted(mine, name, args[1:], kwargs)
         elif name not in TOLD:

@@ -42,11 +42,15 @@ def mesh_of(given: Mesh | str | None) -> Mesh | None:
     return Mesh.parse(given) if isinstance(given, str) else given
 
 
-def check_settings(precision: str, micro_batches: int, activations: tuple[str, ...], clip_norm: float | None) -> None:
+def check_settings(
+    precision: str, micro_batches: int, reduction: str, activations: tuple[str, ...], clip_norm: float | None
+) -> None:
     if precision not in ("bf16", "fp16", "fp32"):
         raise RunError(f"precision {precision!r} is not one of 'bf16', 'fp16', 'fp32'")
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise RunError(f"micro_batches={micro_batches!r}: it is the number of parts a batch is split into, 1 or more")
+    if reduction not in ("mean", "sum"):
+        raise RunError(f"reduction={reduction!r} is neither 'mean' nor 'sum'")
     if activations == (OFFLOAD,) or activations == (KEEP, OFFLOAD):
         raise RunError(
             f"activations={{{', '.join(map(repr, activations))}}}: the engine offloads the inputs of layers that it recomputes; "

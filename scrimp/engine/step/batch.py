@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from scrimp.errors import RunError
@@ -56,6 +57,13 @@ def to_device(args: Any, kwargs: Any, device: torch.device, dtype: torch.dtype |
     return moved
 
 
+def which(model: nn.Module, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function to run and its arguments: the first argument if it is callable, else the model."""
+    if args and callable(args[0]):
+        return args[0], args[1:]
+    return model, args
+
+
 def loss_of(out: Any) -> torch.Tensor:
     """Finds the scalar loss in the model's output."""
     loss = out
@@ -65,6 +73,7 @@ def loss_of(out: Any) -> torch.Tensor:
         loss = getattr(out, "loss", None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise RunError(
-            f"the model returned {type(out).__name__}, which is no scalar loss and has no `loss`; give Engine(loss=function)"
+            f"the model, or the function in its place, returned {type(out).__name__}, which is no scalar loss and has no `loss`; "
+            "give Engine(loss=function)"
         )
     return loss.reshape(())
