@@ -6,15 +6,19 @@ does, and then calls its `step`, by which schedulers count.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
 
 from scrimp.chunks import Optimizer, check_optimizer
 from scrimp.errors import RunError
+
+if TYPE_CHECKING:
+    from scrimp.engine._training import Training
 
 FIXED = {"nesterov", "dampening", "state"}  # memory layout and exchange depend on them
 A_FUNCTION = (
@@ -175,6 +179,16 @@ class Handle(torch.optim.Optimizer):
         raise RunError("hooks of engine.optimizer are not called: layers are updated one by one, overlapped with the next step")
 
     register_step_post_hook = register_step_pre_hook
+
+
+def counts_of(training: weakref.ref[Training]) -> Callable[[], tuple[int, int, float | None]]:
+    """For `Handle.counts`: it keeps no engine alive."""
+
+    def counts() -> tuple[int, int, float | None]:
+        alive = training()
+        return (0, 0, None) if alive is None else (alive.steps, alive.skipped, alive.norm)
+
+    return counts
 
 
 def _is_number(value: Any) -> bool:
