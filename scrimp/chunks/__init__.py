@@ -12,7 +12,7 @@ Read in this order:
     tables/     where every parameter's elements lie: chunk table, shards of ranks, optimizers as data, codes of 8-bit states
     transfer/   host memory, copies over the link, copy streams, collectives between ranks
     spill/      the file of the disk tier, and the threads that read and write it
-    store/      one placement per layer (`Tier`), moving a layer between tiers, and the `Store` over all layers
+    store/      one placement per layer (`Tier`), moving a layer between tiers, sharding all over other ranks, and the `Store`
     kernels/    the fused update: C for the host, Triton for the device, and the trial that compares their bits with torch's
     update/     one parameter's update; the update of layers whose states are streamed through the device
     schedule/   which layers stay resident (eviction), which tier each layer gets (placement_search), by measured rates
@@ -47,9 +47,11 @@ if TYPE_CHECKING:
     from scrimp.chunks.spill.queue import region_requests
     from scrimp.chunks.store.disk_tier import STAGES, tile_numel
     from scrimp.chunks.store.placement import DEVICE, DISK, HOST, STREAMED, Opened, Piece, Tier, optimized, placement_nbytes
+    from scrimp.chunks.store.regroup import Regrouping
     from scrimp.chunks.store.store import DTYPES, Store
     from scrimp.chunks.tables.optimizers import SGD, AdamW, Optimizer, Patterns, check_optimizer, rate, settings_by_group
     from scrimp.chunks.tables.parameter_settings import Rules
+    from scrimp.chunks.tables.regroup import Grouping, regrouped
     from scrimp.chunks.tables.shards import Shards, Spans
     from scrimp.chunks.tables.state_codec import BLOCK, CODECS, Coder, Field, coder_numel, state_fields
     from scrimp.chunks.tables.table import ChunkTable, LayerSpace, Row, Share, Slot, build_table
@@ -63,13 +65,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK", "CODECS", "DEVICE", "DISK", "DTYPES", "FUSED", "HOST", "KINDS", "LEVELS", "PAGE", "SGD", "STAGES", "STREAMED",
-    "AdamW", "Choice", "ChunkTable", "Coder", "Copies", "CpuMeter", "CudaMeter", "Event", "Field", "Gate", "HostUpdate",
-    "LayerCost", "LayerSpace", "Meter", "Opened", "Optimizer", "Part", "Patterns", "Piece", "PlainMode", "Rates", "Row", "Rules",
-    "Schedule", "ScheduleStep", "Shards", "Share", "Slot", "Spans", "Store", "StreamedUpdate", "Tier", "Tiling", "Unseen",
-    "Updater", "Wire", "Worker", "arena", "build_table", "check_optimizer", "choose_placement", "coder_numel", "detached",
-    "device_kernel", "device_memory", "gradient_norm", "host_kernel", "kernel_or_reason", "least_fetched_nbytes",
+    "AdamW", "Choice", "ChunkTable", "Coder", "Copies", "CpuMeter", "CudaMeter", "Event", "Field", "Gate", "Grouping",
+    "HostUpdate", "LayerCost", "LayerSpace", "Meter", "Opened", "Optimizer", "Part", "Patterns", "Piece", "PlainMode", "Rates",
+    "Regrouping", "Row", "Rules", "Schedule", "ScheduleStep", "Shards", "Share", "Slot", "Spans", "Store", "StreamedUpdate",
+    "Tier", "Tiling", "Unseen", "Updater", "Wire", "Worker", "arena", "build_table", "check_optimizer", "choose_placement",
+    "coder_numel", "detached", "device_kernel", "device_memory", "gradient_norm", "host_kernel", "kernel_or_reason",
+    "least_fetched_nbytes",
     "load_library", "measure_rates", "occupy", "open_direct", "optimized", "placement_nbytes", "quickest", "rate",
-    "region_requests", "settings_by_group", "settle", "stage_numel", "stages_nbytes", "state_fields", "tile_numel",
+    "region_requests", "regrouped", "settings_by_group", "settle", "stage_numel", "stages_nbytes", "state_fields", "tile_numel",
     "triton_at_hand", "update_kinds", "update_tiles", "why_no_device_kernel", "why_no_host_kernel",
 ]  # fmt: skip
 
@@ -121,6 +124,7 @@ __getattr__ = lazily(
         "Tier": "scrimp.chunks.store.placement",
         "optimized": "scrimp.chunks.store.placement",
         "placement_nbytes": "scrimp.chunks.store.placement",
+        "Regrouping": "scrimp.chunks.store.regroup",
         "DTYPES": "scrimp.chunks.store.store",
         "Store": "scrimp.chunks.store.store",
         "SGD": "scrimp.chunks.tables.optimizers",
@@ -131,6 +135,8 @@ __getattr__ = lazily(
         "rate": "scrimp.chunks.tables.optimizers",
         "settings_by_group": "scrimp.chunks.tables.optimizers",
         "Rules": "scrimp.chunks.tables.parameter_settings",
+        "Grouping": "scrimp.chunks.tables.regroup",
+        "regrouped": "scrimp.chunks.tables.regroup",
         "Shards": "scrimp.chunks.tables.shards",
         "Spans": "scrimp.chunks.tables.shards",
         "BLOCK": "scrimp.chunks.tables.state_codec",

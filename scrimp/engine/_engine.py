@@ -23,6 +23,7 @@ from scrimp.engine.lowered.batch import BatchPart
 from scrimp.engine.observe.bound import Bound
 from scrimp.engine.setup.adopt import DEFAULT_CHUNK
 from scrimp.engine.setup.budget import Memory
+from scrimp.engine.setup.process_groups import Group
 from scrimp.engine.setup.weight_sources import Source
 from scrimp.errors import RunError
 from scrimp.exchange import Dense, Sparse
@@ -69,6 +70,9 @@ class Engine:
         cast_inputs: Cast floating-point tensors of a batch to the precision of the weights.
         device: "cuda", "cuda:1" or "cpu". The default is this rank's GPU if there is one.
         chunk_numel: Elements of a chunk, the unit in which model data is sharded.
+        group: The ranks that train: their numbers in the default process group, or a process group; None for all of them. Every
+            rank of the default group builds the Engine. One that is not in the training group holds nothing, until `resize`
+            brings it in.
     """
 
     @renamed(
@@ -97,6 +101,7 @@ class Engine:
         cast_inputs: bool = True,
         device: str | torch.device | None = None,
         chunk_numel: int = DEFAULT_CHUNK,
+        group: Group = None,
     ) -> None:
         self._run = Training(
             model,
@@ -116,6 +121,7 @@ class Engine:
             cast_inputs=cast_inputs,
             device=device,
             chunk_numel=chunk_numel,
+            group=group,
         )
 
     # Training.
@@ -237,6 +243,20 @@ class Engine:
         set `engine.lr` afterwards for others.
         """
         return self._run.load(folder)
+
+    def resize(self, group: Group) -> None:
+        """Go on training with other ranks, without a checkpoint: fewer, or more, or others.
+
+        `group`: ranks of the default process group, such as `[0, 1]`, or a process group, or None for all ranks. All ranks of the
+        default group call it, with the same group: those that train, those that will, and the rest. A rank that leaves holds
+        nothing afterwards; it may call nothing but `resize` and `close`. A rank that joins has an Engine of the same arguments:
+        one with a `group` that the rank is not in, or one that the rank has left.
+
+        Weights, masters, optimizer states, counters and settings are as after a checkpoint's `save` and `load`, to the bit. Ranks
+        that stay keep their random state. A rank never holds more than the larger of its old and new share of the model data,
+        its smaller share of the largest tensor of a layer, and one chunk.
+        """
+        self._run.resize(group)
 
     # What a step takes.
 

@@ -36,7 +36,8 @@ from scrimp.engine._eager_passes import EagerPasses
 from scrimp.engine.entry.accumulation import Accumulating
 from scrimp.engine.entry.between_steps import Between
 from scrimp.engine.entry.optimizer_handle import Handle
-from scrimp.engine.entry.rank_calls import Calls, begin_call, naming_calls
+from scrimp.engine.entry.rank_calls import Calls, begin_call, meeting, naming_calls
+from scrimp.engine.entry.resize import Alone, leave
 from scrimp.engine.gradients.dense import DenseExchange
 from scrimp.engine.gradients.planned import PlannedExchange
 from scrimp.engine.gradients.planned_sparse import PlannedSparseExchange, sparse_nbytes
@@ -47,17 +48,25 @@ from scrimp.engine.lowered.program import check_arguments, micro_batches_of, pla
 from scrimp.engine.lowered.rank import planned_rank
 from scrimp.engine.lowered.table import planned_table
 from scrimp.engine.observe.timeline import AFTER, UPDATE, Recorder
+from scrimp.engine.schedule.engine_planning import planning_of
 from scrimp.engine.schedule.metering_policy import MeteringPolicy
 from scrimp.engine.schedule.planned import Planned
-from scrimp.engine.schedule.planning import Planning
 from scrimp.engine.setup.adopt import adopt, buffers_to, table_of
 from scrimp.engine.setup.budget import Memory, memory_of, resolve
 from scrimp.engine.setup.initial_placement import Fit
 from scrimp.engine.setup.meta_parameters import MetaParameters
 from scrimp.engine.setup.param_groups import named
-from scrimp.engine.setup.process_groups import agreed, join_world, least_of_all, ranks_here, who_shares
+from scrimp.engine.setup.process_groups import Group, agreed, join_world, least_of_all, ranks_here, training_group, who_shares
 from scrimp.engine.setup.special_modules import check_modules
-from scrimp.engine.setup.validate import check_exchange, check_model, check_settings, mesh_of, optimizer_of, pick_device
+from scrimp.engine.setup.validate import (
+    check_exchange,
+    check_group,
+    check_model,
+    check_settings,
+    mesh_of,
+    optimizer_of,
+    pick_device,
+)
 from scrimp.engine.setup.weight_sources import Source
 from scrimp.engine.step.attempts import compute_gradients
 from scrimp.engine.step.batch import signature
@@ -103,6 +112,7 @@ class Training(Between, Accumulating):
         cast_inputs: bool,
         device: str | torch.device | None,
         chunk_numel: int,
+        group: Group,
     ) -> None:
         check_model(model)
         optimizer, memory, mesh = optimizer_of(optimizer), memory_of(memory), mesh_of(mesh)
@@ -113,6 +123,7 @@ class Training(Between, Accumulating):
         check_settings(precision, micro_batches, reduction, ways, clip_norm)
         check_modules(model)
         check_exchange(exchange, optimizer, precision, memory)
+        check_group(group, plan, mesh, exchange)
         self.model, self.plan = model, None if plan is None else plan.bare()
         self.run_folder: RunWriter | None = None  # that `Progress` fills
         settings = named(optimizer, model)
@@ -123,16 +134,19 @@ class Training(Between, Accumulating):
         self.loss = loss
         self.cast_inputs = cast_inputs  # floating-point tensors of a batch, to the precision of the weights
         self.device = pick_device(device)
-        self.wire = join_world(self.device)
+        self.group = training_group(join_world(self.device), group)
+        self.wire = self.group.wire
         self.interrupts = Interrupts()
         self.calls = Calls(self.wire, self.interrupts.check)
-        self.budget = least_of_all(self.wire, resolve(memory, self.device))
+        self.meeting = meeting(self.group, self.calls)  # of all ranks, also those that do not train
+        self.alone = Alone(budget=resolve(memory, self.device), rates=measure_rates(self.device), chunk_numel=chunk_numel)
+        self.budget = least_of_all(self.wire, self.alone.budget)
         self.ledger = Books(device=Ledger(tier=str(self.device)))
         self.steps, self.skipped = 0, 0
         self.norm: float | None = None  # of the last gradient, before clipping
         self.seconds = 0.0  # wall time of the last step
         self.host_seconds = (0.0, 0.0)  # of the last step: seconds the host worker was busy, seconds others waited for it
-        rates = agreed(self.wire, measure_rates(self.device))
+        rates = agreed(self.wire, self.alone.rates)
         planned = None if plan is None else planned_rank(plan, model, self.wire, settings, precision, self.device, exchange)
         if planned is None:
             sharing, across = who_shares(self.wire, mesh, exchange)
@@ -162,13 +176,16 @@ class Training(Between, Accumulating):
             books=self.ledger,
             wire=sharing,
             ranks=self.wire,
-            places=self.fit.places()
+            places=None
+            if self.group.outside
+            else self.fit.places()
             if planned is None
             else places_of(planned.program, self.budget, self.fit, table, more_nbytes),
             disk=self.budget.disk,
             sparse=isinstance(exchange, Sparse),
             host_room_nbytes=self.fit.room_nbytes,
             tiling=None if planned is None else planned.tiling,
+            outside=self.group.outside,
         )
         self.meter: Meter
         if self.device.type == "cuda":
@@ -184,8 +201,7 @@ class Training(Between, Accumulating):
         self._order = {name: k for k, name in enumerate(self.weights)}
         self.counts: dict[str, int] = {}
         self.loss_scale = LossScale(dynamic=precision == "fp16")
-        buffers = buffers_to(model, self.device)
-        self.ledger.device.charge("buffers", buffers)
+        self.ledger.device.charge("buffers", buffers_to(model, self.device))
         self.meter.begin()
         for tensor in [*(each for p in self.store.placements for each in p.tensors), *self.store.flats, *model.buffers()]:
             self.meter.ignore(tensor)
@@ -206,19 +222,7 @@ class Training(Between, Accumulating):
         make = SparseExchange if planned is None else PlannedSparseExchange
         sparse = make(exchange, self.store, self.rules, across) if isinstance(exchange, Sparse) else None
         self.exchanging: Exchange = sparse or (DenseExchange() if planned is None else PlannedExchange())
-        self.planning = Planning(
-            self.store,
-            self.recompute,
-            ways,
-            rates,
-            self.budget.plan_nbytes - buffers,
-            stage_nbytes=self.updating.stage_nbytes,
-            streaming=self.updating.streaming,
-            residuals=sparse.residuals if sparse is not None else None,
-            sending_nbytes=sparse.sending_nbytes() if sparse is not None else 0,
-            stage=None if planned is None else planned.stage,
-        )
-        self.updating.saw = self.planning.saw_update
+        self.planning = planning_of(self, ways, rates, sparse=sparse, stage=None if planned is None else planned.stage)
         self.closed = False
         self.recorder: Recorder | None = None  # of memory over the points of a planned step
         self.broken: str | None = None  # why the weights are not those of any step
@@ -230,6 +234,8 @@ class Training(Between, Accumulating):
         of_name = dict(model.named_parameters(remove_duplicate=False))
         self.optimizer = Handle(settings, [(first, [of_name[name] for name in names]) for first, names in groups])
         self.optimizer.follow(weakref.ref(self))
+        if self.group.outside:
+            leave(self)
 
     # The step.
 

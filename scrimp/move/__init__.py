@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from scrimp.move.run.peers import Peers
     from scrimp.move.run.received import received_nbytes
     from scrimp.move.run.run import Started, run_between, run_program, start_program
-    from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout
+    from scrimp.move.run.torch_private import all_gather_flat, default_store, group_timeout, own_group
 
 __all__ = [
     "ITEMSIZE", "Channel", "ChannelPeers", "LoneComm", "MoveCost", "MoveCosts", "Peers", "Program", "Started", "Step",
     "all_gather_flat", "clear_program_cache", "default_store", "end_group", "group_timeout", "lower_bound_numel", "mesh_rank",
-    "received_nbytes", "redistribute_many", "run_between", "run_program", "seconds_on", "sizes_by_rank", "stage_nbytes",
-    "start_program", "synthesize", "tiles",
+    "own_group", "received_nbytes", "redistribute_many", "run_between", "run_program", "seconds_on", "sizes_by_rank",
+    "stage_nbytes", "start_program", "synthesize", "tiles",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -77,5 +77,6 @@ __getattr__ = lazily(
         "start_program": "scrimp.move.run.run",
         "default_store": "scrimp.move.run.torch_private",
         "group_timeout": "scrimp.move.run.torch_private",
+        "own_group": "scrimp.move.run.torch_private",
     },
 )

@@ -16,7 +16,7 @@ from scrimp._warnings import warn
 
 EVERYDAY = {
     "step", "evaluate", "backward", "update", "lr", "optimizer", "full_parameters", "save", "load", "state_dict", "iter_state",
-    "batch_part", "dtensors", "ledger", "bound", "report", "close",
+    "batch_part", "dtensors", "ledger", "bound", "report", "resize", "close",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from scrimp.chunks.store.disk_tier import Spilling, spill_file
 from scrimp.chunks.store.gradients import retire, take
 from scrimp.chunks.store.migrate import migrate
 from scrimp.chunks.store.placement import DEVICE, DISK, HOST, STREAMED, Opened, Placement, Tier, optimized, placement_nbytes
+from scrimp.chunks.store.regroup import Regrouping, absent, regroup
 from scrimp.chunks.tables.optimizers import AdamW, Optimizer
 from scrimp.chunks.tables.shards import Shards
 from scrimp.chunks.tables.table import ChunkTable, Slot, strides
@@ -39,7 +40,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 class Store:
     """Model data of one rank. `wire`: the ranks that shard it. `ranks`: all ranks that train together, if more. `sparse`: they
-    exchange sparse gradients. `tiling`: of parameters that a plan splits."""
+    exchange sparse gradients. `tiling`: of parameters that a plan splits. `outside`: this rank does not train, and its
+    placements are empty, until `regroup` brings it in."""
 
     def __init__(
         self,
@@ -57,9 +59,11 @@ class Store:
         sparse: bool = False,
         host_room_nbytes: int | None = None,
         tiling: Tiling | None = None,
+        outside: bool = False,
     ) -> None:
         self.table = table
         self.tiling = tiling
+        self.outside = outside
         self.precision = precision
         self.dtype = DTYPES[precision]
         self.device = device
@@ -93,7 +97,8 @@ class Store:
             flat.untyped_storage().resize_(0)
         self.resident = [False] * len(table.layers)
         self.fetches = [0] * len(table.layers)
-        self.placements = [self.make_placement(k, tier) for k, tier in enumerate(places or [HOST] * len(table.layers))]
+        tiers = enumerate(places or [HOST] * len(table.layers))
+        self.placements = [absent(self, k) if outside else self.make_placement(k, tier) for k, tier in tiers]
         self.spill = Spilling(self.placements, self.shards, optimizer.fields, books.host, self.traffic)
 
     # Sizes.
@@ -230,6 +235,8 @@ class Store:
 
     def adopt(self, layer: int, slot: Slot, values: torch.Tensor) -> None:
         """Write a parameter's initial values to weight and master."""
+        if self.outside:
+            return
         source = values.detach().reshape(-1) if self.tiling is None else self.tiling.cut(slot.name, values.detach())
         with self.opened(layer, write=True) as data:
             if slot.share is not None:
@@ -256,6 +263,10 @@ class Store:
         """Move a layer between host and device; to or from `STREAMED` only its weights move."""
         migrate(self, layer, tier)
         self.moved(layer)
+
+    def regroup(self, change: Regrouping) -> None:
+        """Shard all layers over another group of ranks."""
+        regroup(self, change)
 
     def passed(self, layer: int, updated: Event, placement: Event) -> None:
         """A streamed update is running: new weights are ready, and states are back on the host, after these events."""

@@ -49,11 +49,11 @@ class Wire:
         program = synthesize(tuple(whole.shape), self.mesh, "[-]+dp", "[dp]", dtype=whole.dtype)
         return program.run(whole, group=self.group).div_(self.world)
 
-    def from_first(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values on every rank; theirs must have the same shape."""
+    def from_first(self, values: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The values of rank `first` on every rank; theirs must have the same shape."""
         if self.world == 1:
             return values
-        return self.sum(values if self.rank == 0 else torch.zeros_like(values))
+        return self.sum(values if self.rank == first else torch.zeros_like(values))
 
     def each_from_first(self, values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Rank 0's values on every rank, one tensor after the other. Small ones of one dtype travel together, because a message

@@ -14,8 +14,10 @@ from scrimp.engine.entry.checkpoints import iter_state, load_state, save_state
 from scrimp.engine.entry.evaluate import evaluate
 from scrimp.engine.entry.full_parameters import full_parameters
 from scrimp.engine.entry.rank_calls import begin_call, naming_calls
+from scrimp.engine.entry.resize import resize
 from scrimp.engine.observe.bound import Bound, bound
 from scrimp.engine.observe.record import report
+from scrimp.engine.setup.process_groups import Group
 from scrimp.engine.step.interrupts import Interrupts, in_one_piece
 from scrimp.errors import RunError
 
@@ -86,6 +88,10 @@ class Between:
         begin_call(self._whole, "load")
         return load_state(self._whole, folder)
 
+    @in_one_piece
+    def resize(self, group: Group) -> None:
+        resize(self._whole, group)
+
     def check_open(self) -> None:
         if self._whole.closed:
             raise RunError(
@@ -100,6 +106,8 @@ class Between:
         if engine.pending:
             engine.discard()
         engine.closed = True
+        if engine.group.outside:
+            return
         engine.residents.abandon()
         with suppress(RunError):  # an error of a background thread is raised again by whoever reads the state
             engine.planning.placements_back(for_good=True)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scrimp.chunks import Wire
-from scrimp.engine.setup.process_groups import world_timeout
+from scrimp.engine.setup.process_groups import TrainingGroup, world_timeout
 from scrimp.errors import MoveError, RunError, ScrimpError
 from scrimp.move import default_store
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NAMES = (
     "step", "backward", "update", "evaluate", "state_dict", "iter_state", "save", "load", "full_parameters", "close", "dtensors",
-    "zero_grad",
+    "resize", "zero_grad",
 )  # fmt: skip
 AT_ONCE = {"step", "backward"}  # these do not wait for the other ranks here
 WITH_GRADIENTS = {"backward", "update", "load", "close", "zero_grad"}  # these may come between backward and update
@@ -184,6 +184,11 @@ class Calls:
         return f"{mine}, which rank {rank} has not made: {last}; {ADVICE}"
 
 
+def meeting(group: TrainingGroup, calls: Calls) -> Calls:
+    """The calls of all ranks of the default group, which meet in `resize`; `calls`: of the training group."""
+    return calls if group.wire is group.everyone else Calls(group.everyone, calls.check)
+
+
 def _own() -> torch.Generator:
     """A generator of its own, so that the user's random state is untouched."""
     generator = torch.Generator()
@@ -193,6 +198,12 @@ def _own() -> torch.Generator:
 
 def begin_call(engine: Training, name: str) -> None:
     """Registers the start of a public call that all ranks make together."""
+    group = engine.group
+    if group.outside:
+        raise RunError(
+            f"rank {group.everyone.rank} calls engine.{name}, and {group}: this rank does not train and holds nothing; "
+            "engine.resize(group), which all ranks call, brings it in"
+        )
     if engine.residents.active:
         inside = engine.calls.name
         raise RunError(f"engine.{name} was called inside engine.{inside}: by the model, its hooks, or the function that it runs")

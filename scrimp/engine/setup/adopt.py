@@ -93,12 +93,13 @@ def adopt(model: nn.Module, store: Store, weights: Source | None = None, *, hook
     afterwards. Initialisation runs on the device if a layer takes less than `room_nbytes` there: random numbers are faster there,
     and differ from the host's."""
     given = None if weights is None else Match(model, open_weights(weights))
+    values = None if store.outside else given  # a rank that does not train keeps none
     layers = _entries(model, store, hooks)
-    unmade = [[entry for entry in entries if given is None and entry.parameter.is_meta] for entries in layers]
+    unmade = [[entry for entry in entries if _needs_values(store, given, entry)] for entries in layers]
     for index, (entries, left) in enumerate(zip(layers, unmade, strict=True)):
         there = [entry for entry in entries if entry not in left]
         with store.opened(index, write=True) if there else nullcontext():  # one read and write per layer, if it is on disk
-            _adopt(store, there, (e.parameter if given is None else given.read_parameter(e.slot.name) for e in there))
+            _adopt(store, there, (e.parameter if values is None else values.read_parameter(e.slot.name) for e in there))
     for index, left in enumerate(unmade):
         if left:
             with store.opened(index, write=True):
@@ -121,6 +122,10 @@ def adopt(model: nn.Module, store: Store, weights: Source | None = None, *, hook
         if not store.resident[index]:
             storage.resize_(0)
     return taken
+
+
+def _needs_values(store: Store, given: Match | None, entry: EmptiedParameter) -> bool:
+    return given is None and entry.parameter.is_meta and not store.outside
 
 
 def _view(store: Store, index: int, entry: EmptiedParameter) -> torch.Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from scrimp.engine.setup.budget import Budget
 from scrimp.errors import MoveError, RunError
 from scrimp.exchange import Dense, Sparse
 from scrimp.layout import Mesh
-from scrimp.move import end_group, group_timeout
+from scrimp.move import end_group, group_timeout, own_group
 
 
 def join_world(device: torch.device) -> Wire:
@@ -30,6 +32,93 @@ def join_world(device: torch.device) -> Wire:
         return Wire()
     over_gloo = dist.get_backend() == "gloo"
     return Wire(world=dist.get_world_size(), rank=dist.get_rank(), device=torch.device("cpu") if over_gloo else device)
+
+
+Group = Sequence[int] | Any | None  # as users give a training group: ranks, a process group, or None for all ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingGroup:
+    """The ranks that train together, by their numbers in the default process group, which is `everyone`. `wire`: the same ranks;
+    one rank alone where this one is not among them. `made`: the engine made the process group."""
+
+    everyone: Wire
+    members: tuple[int, ...]
+    wire: Wire
+    made: bool = False
+
+    @property
+    def outside(self) -> bool:
+        """This rank does not train."""
+        return self.everyone.rank not in self.members
+
+    def __str__(self) -> str:
+        return f"the training group is {'rank' if len(self.members) == 1 else 'ranks'} {', '.join(map(str, self.members))}"
+
+
+def training_group(everyone: Wire, given: Group) -> TrainingGroup:
+    """`given`, as users give a group: None for all ranks, numbers of ranks, or a process group, which ranks outside of it do not
+    know. All ranks of `everyone` call it, and must give the same ranks."""
+    if given is None and everyone.world == 1:
+        return TrainingGroup(everyone=everyone, members=(0,), wire=everyone)
+    members = _same_members(everyone, given)
+    if len(members) == everyone.world:
+        return TrainingGroup(everyone=everyone, members=members, wire=everyone)
+    if everyone.rank not in members or len(members) == 1:
+        return TrainingGroup(everyone=everyone, members=members, wire=Wire(device=everyone.device))
+    made = not isinstance(given, dist.ProcessGroup)
+    group = own_group(members, group_timeout(dist.group.WORLD, everyone.device)) if made else given
+    wire = Wire(world=len(members), rank=members.index(everyone.rank), group=group, device=everyone.device)
+    return TrainingGroup(everyone=everyone, members=members, wire=wire, made=made)
+
+
+def release(group: TrainingGroup) -> None:
+    """End its process group, if the engine made it."""
+    if group.made:
+        leave(group.wire)
+
+
+def _same_members(everyone: Wire, given: Group) -> tuple[int, ...]:
+    error: RunError | None = None
+    members: tuple[int, ...] | None = None
+    try:
+        members = _members(everyone.world, given)
+    except RunError as caught:  # raised once the other ranks know of it
+        error = caught
+    state = 2 if error is not None else int(members is not None)
+    rows = everyone.every(torch.tensor([state, *(int(rank in (members or ())) for rank in range(everyone.world))])).tolist()
+    if error is not None:
+        raise error
+    wrong = [rank for rank, row in enumerate(rows) if row[0] == 2]
+    if wrong:
+        raise RunError(f"rank {wrong[0]} gave a training group that is not possible; see the error there")
+    said = {rank: tuple(at for at, bit in enumerate(row[1:]) if bit) for rank, row in enumerate(rows) if row[0]}
+    if not said:
+        raise RunError("no rank gave a training group that it is in")
+    first, found = next(iter(said.items()))
+    for rank, other in said.items():
+        if other != found:
+            raise RunError(
+                f"rank {first} gave the training group {[*found]}, rank {rank} gave {[*other]}: give the same on every rank"
+            )
+    silent = [rank for rank in found if rank not in said]
+    if silent:
+        raise RunError(f"the training group is {[*found]}, and rank {silent[0]} gave a process group that it is not in")
+    return found
+
+
+def _members(world: int, given: Group) -> tuple[int, ...] | None:
+    """None if this rank is not in the given process group, and so does not know who is."""
+    if given is None:
+        return tuple(range(world))
+    if dist.is_available() and given == dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    if dist.is_available() and isinstance(given, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(given))
+    numbers = isinstance(given, Sequence) and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in given)
+    if not numbers or not given or len({*given}) < len(given) or not {*given} <= {*range(world)}:
+        raise RunError(f"group={given!r}: give different ranks from 0 to {world - 1}, or a process group, or None for all ranks")
+    return tuple(sorted(given))
 
 
 def world_timeout(wire: Wire) -> timedelta | None:
@@ -124,12 +213,13 @@ def ranks_here(wire: Wire) -> int:
     return int((wire.every(mine) == mine).all(1).sum())
 
 
-def share_buffers(wire: Wire, model: nn.Module) -> None:
-    """Broadcast rank 0's buffers, as DDP does before a forward."""
+def share_buffers(wire: Wire, model: nn.Module, first: int = 0) -> None:
+    """Broadcast the buffers of the first rank, as DDP does before a forward."""
     if wire.world == 1:
         return
+    source = first if wire.group is None else dist.get_global_rank(wire.group, first)
     for name, buffer in model.named_buffers():
         try:
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(buffer, src=source, group=wire.group)
         except RuntimeError as error:
-            raise MoveError(f"buffer {name} of rank 0 did not arrive: {error}") from error
+            raise MoveError(f"buffer {name} of rank {source} did not arrive: {error}") from error

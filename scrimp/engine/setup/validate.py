@@ -80,6 +80,22 @@ def check_exchange(exchange: Dense | Sparse | None, optimizer: Optimizer, precis
                 raise RunError(f"SGD({name}={given[name]!r}) with Sparse is not possible: momentum is taken before the exchange")
 
 
+def check_group(group: object, plan: object, mesh: object, exchange: Dense | Sparse | None) -> None:
+    """A training group that is a part of the default one."""
+    if group is None:
+        return
+    for given, words in (
+        (plan, "plan=..."),
+        (mesh, "mesh=..."),
+        (exchange if isinstance(exchange, Sparse) else None, "Sparse(...)"),
+    ):
+        if given is not None:
+            raise RunError(
+                f"Engine(group=...) with {words} is not possible: it trains with all ranks of the default process group; leave "
+                "group out, and start only the ranks that train"
+            )
+
+
 def pick_device(requested: str | torch.device | None) -> torch.device:
     """The requested device; else this rank's GPU if there is one; else the CPU."""
     try:
