@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ from scrimp.engine.entry.checkpoints import iter_state, load_state, save_state
 from scrimp.engine.entry.evaluate import evaluate
 from scrimp.engine.entry.full_parameters import full_parameters
 from scrimp.engine.entry.rank_calls import begin_call, naming_calls
+from scrimp.engine.entry.saves import Saves
 from scrimp.engine.observe.bound import Bound, bound
 from scrimp.engine.observe.record import report
 from scrimp.engine.step.interrupts import Interrupts, in_one_piece
@@ -28,6 +30,11 @@ class Between:
     """Mixin of `Training`. `Engine` documents each call."""
 
     interrupts: Interrupts
+
+    @cached_property
+    def saves(self) -> Saves:
+        """The save in the background."""
+        return Saves()
 
     @property
     def _whole(self) -> Training:
@@ -78,9 +85,9 @@ class Between:
         begin_call(self._whole, "iter_state")
         yield from iter_state(self._whole)
 
-    def save(self, folder: str | Path, extra: Mapping[str, Any] | None) -> None:
+    def save(self, folder: str | Path, extra: Mapping[str, Any] | None, wait: bool) -> None:
         begin_call(self._whole, "save")
-        save_state(self._whole, folder, extra)
+        save_state(self._whole, folder, extra, wait=wait)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         begin_call(self._whole, "load")
@@ -101,9 +108,12 @@ class Between:
             engine.discard()
         engine.closed = True
         engine.residents.abandon()
-        with suppress(RunError):  # an error of a background thread is raised again by whoever reads the state
-            engine.planning.placements_back(for_good=True)
-            engine.wait()
-        engine.exchanging.close()
-        engine.updating.end()
-        engine.meter.close()
+        try:
+            engine.saves.finish()
+        finally:
+            with suppress(RunError):  # an error of a background thread is raised again by whoever reads the state
+                engine.planning.placements_back(for_good=True)
+                engine.wait()
+            engine.exchanging.close()
+            engine.updating.end()
+            engine.meter.close()
