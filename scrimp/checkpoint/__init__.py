@@ -15,6 +15,8 @@ Out:  a folder of safetensors files and a manifest.
     _agree.py     how the ranks agree that all have written
     _verify.py    which file and tensor is damaged
     _load.py      fills a store
+    _read.py      an opened checkpoint, without an engine
+    _reshard.py   writes one for another number of ranks
     _steps.py     the checkpoints of a run: the newest complete one, removing old ones
 """
 
@@ -26,12 +28,17 @@ from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
     from scrimp.checkpoint._load import load
+    from scrimp.checkpoint._read import Checkpoint
+    from scrimp.checkpoint._reshard import reshard
     from scrimp.checkpoint._save import Content, Save, written_layers
     from scrimp.checkpoint._snapshot import Snapshot, buffer_nbytes
     from scrimp.checkpoint._steps import latest, prune, step_folder
-    from scrimp.checkpoint._write import Named
+    from scrimp.checkpoint._write import Named, ShardFile
 
-__all__ = ["Content", "Named", "Save", "Snapshot", "buffer_nbytes", "latest", "load", "prune", "step_folder", "written_layers"]
+__all__ = [
+    "Checkpoint", "Content", "Named", "Save", "ShardFile", "Snapshot", "buffer_nbytes", "latest", "load", "prune", "reshard",
+    "step_folder", "written_layers",
+]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
@@ -45,6 +52,9 @@ __getattr__ = lazily(
         "latest": "scrimp.checkpoint._steps",
         "prune": "scrimp.checkpoint._steps",
         "step_folder": "scrimp.checkpoint._steps",
+        "Checkpoint": "scrimp.checkpoint._read",
+        "reshard": "scrimp.checkpoint._reshard",
+        "ShardFile": "scrimp.checkpoint._write",
         "Named": "scrimp.checkpoint._write",
     },
 )

@@ -74,10 +74,11 @@ class Manifest:
     state: str = "fp32"  # codec of the optimizer's states: "int8" means codes and scales
     groups: tuple[dict[str, Any], ...] = ()  # settings of the optimizer's groups: lr and others; none in old checkpoints
     extra: dict[str, Any] = field(default_factory=dict)  # what the user gave to `save`
+    version: int = VERSION  # of the file that was read
 
     def to_json(self) -> str:
         files = [{"name": f.name, "nbytes": f.nbytes, "header": f.header, "tensors": f.tensors} for f in self.files]
-        data = {"format": FORMAT, "version": VERSION, **asdict(replace(self, files=())), "files": files}
+        data = {"format": FORMAT, **asdict(replace(self, files=(), version=VERSION)), "files": files}
         return json.dumps({**data, "checksum": _checksum(data)})
 
     @classmethod
@@ -108,7 +109,7 @@ class Manifest:
     @classmethod
     def _of(cls, data: dict[str, Any]) -> Manifest:
         version = data["version"]
-        del data["format"], data["version"]
+        del data["format"]
         entries = {
             name: Entry(**{**row, "shape": tuple(row["shape"]), "extents": tuple(map(_extent, row["extents"]))})
             for name, row in data.pop("entries").items()
@@ -139,13 +140,19 @@ def _check_entry(name: str, entry: Entry, files: int) -> None:
         raise CheckpointError(
             f"is damaged: {name} of shape {entry.shape} has {numel} elements, its parts in {files} files have {total}"
         )
-    for each in entry.extents:
-        boxed = numel if each.box is None else prod(length for _, _, length in each.box)
+    ends: dict[Any, int] = {}
+    for each in sorted(entry.extents, key=lambda each: each.start):
         inside = each.box is None or (
             prod(size for size, _, _ in each.box) == numel and all(first + length <= size for size, first, length in each.box)
         )
-        if not inside or each.start + each.length > boxed:
-            raise CheckpointError(f"is damaged: a part of {name} of shape {entry.shape} lies outside of it: {each}")
+        if not inside or each.start != ends.get(each.box, 0):
+            raise CheckpointError(
+                f"is damaged: a part of {name} of shape {entry.shape} lies outside of it, or on another: {each}"
+            )
+        ends[each.box] = each.start + each.length
+    wanted = {box: numel if box is None else prod(length for _, _, length in box) for box in ends}
+    if wanted != ends:
+        raise CheckpointError(f"is damaged: the parts of {name} of shape {entry.shape} end at {ends}, not at {wanted}")
 
 
 def _checksum(data: Mapping[str, Any]) -> str:

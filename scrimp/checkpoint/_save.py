@@ -61,7 +61,7 @@ class Save:
         with together(wire, goal):
             extra = checked_extra(content.extra)
             if wire.rank == 0:
-                _check_goal(goal)
+                check_goal(goal)
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir(parents=True)
         self._small = list(_small(store, content))
@@ -118,11 +118,11 @@ class Save:
         path = self._work / NAME
         try:
             path.write_text(manifest.to_json())
-            _flush(path)
+            flush(path)
         except OSError as error:
             free = shutil.disk_usage(self._work).free
             raise no_room(path, len(manifest.to_json()), free, error.strerror or "") from error
-        _commit(self._work, self.goal)
+        commit(self._work, self.goal)
 
     def _undo(self) -> None:
         shutil.rmtree(self._work, ignore_errors=True)
@@ -141,7 +141,7 @@ def written_layers(store: Store) -> range:
     return range(len(store.table.layers))
 
 
-def _check_goal(goal: Path) -> None:
+def check_goal(goal: Path) -> None:
     """Raises unless the target is new or holds nothing but a checkpoint, because it is replaced."""
     if goal.exists() and not goal.is_dir():
         raise CheckpointError(f"{goal} is a file; save to a folder that is new, or holds a checkpoint")
@@ -186,18 +186,18 @@ def _extents(store: Store, layer: int, slot: Slot) -> tuple[Extent, ...]:
     )
 
 
-def _commit(work: Path, goal: Path) -> None:
+def commit(work: Path, goal: Path) -> None:
     aside = goal.with_name(goal.name + ASIDE)
-    _flush(work)
+    flush(work)
     if goal.exists():
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(goal, aside)
     os.replace(work, goal)
-    _flush(goal.parent)
+    flush(goal.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flushes a file, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

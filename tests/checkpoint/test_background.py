@@ -21,7 +21,9 @@ from scrimp.chunks.tables.optimizers import SGD, AdamW
 from scrimp.engine import Engine
 from scrimp.errors import CheckpointError, RunError
 from scrimp.ext.ranks import pool
+from tests.engine.lowered.test_planned_steps import ROWS
 from tests.engine.test_engine import assert_same, batches_of, engine_for, model_of, run
+from tests.lower.test_ranks import planned
 from tests.rank_jobs import saves as jobs
 
 BATCHES = batches_of("gpt-tiny")
@@ -287,6 +289,13 @@ def test_a_failed_update_ends_the_save_too(tmp_path: Path, monkeypatch: pytest.M
 def test_ranks_save_while_they_train(world: int, tmp_path: Path) -> None:
     settings = {"precision": "bf16", "chunk_numel": 3000}
     pool(world).run(jobs.save_beside_training, "gpt-tiny", settings, str(tmp_path), timeout_seconds=120)
+    assert_alike(tmp_path / "ckpt", tmp_path / "want")
+
+
+@pytest.mark.parametrize("way", ["tp-sp-dist-opt", pytest.param("zero-3", marks=pytest.mark.full)])
+def test_under_a_plan(way: str, tmp_path: Path) -> None:
+    plan = planned("gpt-tiny", {}, "x=2,y=2", way).to_json()
+    pool(4).run(jobs.save_under_a_plan, plan, "gpt-tiny", ROWS, str(tmp_path), timeout_seconds=120)
     assert_alike(tmp_path / "ckpt", tmp_path / "want")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,8 @@ from scrimp.checkpoint import _agree, _write
 from scrimp.chunks.tables.optimizers import AdamW
 from scrimp.engine import Engine, Memory
 from scrimp.errors import CheckpointError
+from scrimp.ext import hf
+from tests.rank_jobs import planned_engine
 
 
 def made(name: str, settings: dict) -> Engine:
@@ -46,6 +49,26 @@ def save_beside_training(name: str, settings: dict, folder: str) -> None:
         go.set()
         engine.close()
     assert (Path(folder) / "ckpt" / "manifest.json").exists()
+
+
+def save_under_a_plan(plan: str, name: str, rows: int, folder: str) -> None:
+    """As `save_beside_training`."""
+    engine = planned_engine.engine_of(plan, name, {})
+    for step in range(2):
+        planned_engine.stepped(engine, name, {}, rows, step)
+    engine.save(Path(folder) / "want")
+    go, real = threading.Event(), _write.ShardFile.append
+
+    def append(self: _write.ShardFile, tensor: str, part: torch.Tensor) -> None:
+        go.wait(60)
+        real(self, tensor, part)
+
+    with patch.object(_write.ShardFile, "append", append):
+        engine.save(Path(folder) / "ckpt", wait=False)
+        for step in range(2, 4):
+            planned_engine.stepped(engine, name, {}, rows, step)
+        go.set()
+        engine.close()
 
 
 def fail_on(name: str, failing: int, folder: str) -> tuple[int, str, int]:
@@ -109,3 +132,23 @@ def closed(engine: Engine) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def exports(name: str, plan: str | None, folder: str) -> None:
+    engine = made(name, {}) if plan is None else planned_engine.engine_of(plan, name, {})
+    if plan is None:
+        train(engine, name, range(2))
+    hf.export(engine, Path(folder) / "one.safetensors", dtype="fp32")
+    state = engine.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, Path(folder) / "state.pt")
+        os.mkdir(Path(folder) / "one")
+        (Path(folder) / "one" / "notes.txt").write_text("mine")
+    dist.barrier()
+    try:
+        hf.export(engine, Path(folder) / "one", files_from=folder)
+    except CheckpointError as error:
+        assert "is not an empty folder" in str(error)
+    else:
+        raise AssertionError
+    engine.close()
