@@ -12,9 +12,11 @@ import torch
 from safetensors import safe_open
 
 from scrimp._warnings import warn
-from scrimp.checkpoint._manifest import Entry, Manifest, checksum
+from scrimp.checkpoint._agree import together
+from scrimp.checkpoint._manifest import Entry, Manifest
 from scrimp.checkpoint._save import ASIDE
 from scrimp.checkpoint._tiles import whole
+from scrimp.checkpoint._verify import check_files
 from scrimp.chunks import CODECS, Coder, Opened, Optimizer, Piece, Slot, Store, coder_numel, state_fields
 from scrimp.errors import CheckpointError
 
@@ -25,21 +27,13 @@ Loaded = tuple[Manifest, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 def load(folder: str | Path, store: Store, *, optimizer: str, also: Callable[[list[Any]], None]) -> Loaded:
     """Fill the store. Returns the manifest, this rank's random state if as many ranks wrote the checkpoint, and the buffers.
     `also` receives the files of all ranks."""
-    where = Path(folder)
-    if not where.exists() and where.with_name(where.name + ASIDE).exists():
-        where = where.with_name(where.name + ASIDE)
-    manifest = Manifest.read(where)
-    _compare(where, manifest, store, optimizer)
-    for name, wanted in manifest.files:
-        if not (where / name).exists():
-            raise CheckpointError(f"{where / name} is missing")
-        found = checksum(where / name).hex()
-        if found != wanted:
-            raise CheckpointError(
-                f"{where / name} is damaged: its checksum is {found[:16]}..., the manifest says {wanted[:16]}..."
-            )
+    where = found_at(folder)
+    with together(store.ranks, where, "loaded"):
+        manifest = Manifest.read(where)
+        _compare(where, manifest, store, optimizer)
+        check_files(where, manifest, _wanted(manifest, store))
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(where / name, "pt")) for name, _ in manifest.files]
+        files = [stack.enter_context(safe_open(where / row.name, "pt")) for row in manifest.files]
         for index, layer in enumerate(store.table.layers):
             with store.opened(index, write=True, read=False) as data:
                 for slot in (slot for slot in layer.slots if slot.held):
@@ -54,6 +48,32 @@ def load(folder: str | Path, store: Store, *, optimizer: str, also: Callable[[li
         rng = _named(files[store.ranks.rank], "rng.") if same else {}
         buffers = _named(files[0], "buffer.")
     return manifest, rng, buffers
+
+
+def found_at(folder: str | Path) -> Path:
+    """A checkpoint's folder; the one it was moved aside to, if a save over it was killed between its two renames."""
+    where = Path(folder)
+    aside = where.with_name(where.name + ASIDE)
+    return aside if not where.exists() and aside.exists() else where
+
+
+def _wanted(manifest: Manifest, store: Store) -> Callable[[int, str], bool]:
+    """The tensors that this rank may read: those of layers in whose extents it has a part, and all that are of no layer."""
+    there = set()
+    for index, layer in enumerate(store.table.layers):
+        for slot in (slot for slot in layer.slots if slot.held):
+            entry = manifest.entries[slot.name]
+            mine = [spans.inside for spans in store.shards.pieces(index, slot)] if store.tiling is None else []
+            for each in entry.extents:
+                apart = [p for p in mine if p.stop > each.start and p.start < each.start + each.length]
+                if apart or store.tiling is not None or each.box is not None:
+                    there.add((each.rank, str(entry.layer)))
+
+    def wanted(file: int, name: str) -> bool:
+        kind, _, layer = name.partition(".")
+        return not (kind in ("weights", "master") or kind.startswith("state-")) or (file, layer) in there
+
+    return wanted
 
 
 def _named(file: Any, prefix: str) -> dict[str, torch.Tensor]:

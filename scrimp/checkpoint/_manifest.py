@@ -9,16 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from math import isfinite
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 from scrimp.errors import CheckpointError, check_format
 
-FORMAT, VERSION = "scrimp.checkpoint", 3
-READS = (1, 2, 3)  # version 1 has no boxes, versions 1 and 2 have no extra
+FORMAT, VERSION = "scrimp.checkpoint", 4
+# Version 1 has no boxes, versions 1 and 2 have no extra, and up to version 3 a file has one checksum for all of its tensors.
+READS = (1, 2, 3, 4)
 NAME = "manifest.json"
+MOST_NBYTES = 1 << 29  # of a manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,17 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FileRow:
+    """A file: its size, and checksums of its header and of each tensor. Up to version 3: one `checksum` of all of it."""
+
+    name: str
+    nbytes: int | None = None
+    header: str | None = None
+    tensors: dict[str, str] = field(default_factory=dict)
+    checksum: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Settings, counters, files and parameters of a checkpoint."""
 
@@ -56,36 +69,94 @@ class Manifest:
     steps: int
     skipped: int
     loss_scale: tuple[float, int]
-    files: tuple[tuple[str, str], ...]  # name, checksum
+    files: tuple[FileRow, ...]
     entries: dict[str, Entry]
     state: str = "fp32"  # codec of the optimizer's states: "int8" means codes and scales
     groups: tuple[dict[str, Any], ...] = ()  # settings of the optimizer's groups: lr and others; none in old checkpoints
     extra: dict[str, Any] = field(default_factory=dict)  # what the user gave to `save`
+    version: int = VERSION  # of the file that was read
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
+        files = [{"name": f.name, "nbytes": f.nbytes, "header": f.header, "tensors": f.tensors} for f in self.files]
+        data = {"format": FORMAT, **asdict(replace(self, files=(), version=VERSION)), "files": files}
+        return json.dumps({**data, "checksum": _checksum(data)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
+        """Nothing of it is trusted: whatever makes no sense raises `CheckpointError`."""
+        where = folder / NAME
         try:
-            data = json.loads((folder / NAME).read_text())
-        except FileNotFoundError:
+            size = where.stat().st_size
+            if size > MOST_NBYTES:
+                raise CheckpointError(f"{where} has {size} bytes, which is more than a manifest has ({MOST_NBYTES} at most)")
+            data = json.loads(where.read_text())
+        except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{folder} has no {NAME}: it is no checkpoint, or one that was never completed") from None
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{folder / NAME} is damaged: {error}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{where} is damaged: {error}") from None
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{where} is damaged: it is no JSON object")
         check_format(data, FORMAT, READS, CheckpointError)
-        del data["format"], data["version"]
+        if data["version"] >= 4 and (wanted := data.pop("checksum", None)) != (found := _checksum(data)):
+            raise CheckpointError(f"{where} is damaged: its checksum is {found[:16]}..., it says {str(wanted)[:16]}...")
+        try:
+            return cls._of(data)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where} {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _of(cls, data: dict[str, Any]) -> Manifest:
+        version = data["version"]
+        del data["format"]
         entries = {
             name: Entry(**{**row, "shape": tuple(row["shape"]), "extents": tuple(map(_extent, row["extents"]))})
             for name, row in data.pop("entries").items()
         }
-        files = tuple((name, checksum) for name, checksum in data.pop("files"))
-        for name, _ in files:
-            if Path(name).name != name:
-                raise CheckpointError(f"{folder / NAME} names the file '{name}', which is not in its own folder")
+        rows = data.pop("files")
+        files = tuple(FileRow(**row) if version >= 4 else FileRow(name=row[0], checksum=row[1]) for row in rows)
+        for file in files:
+            if Path(file.name).name != file.name or "\\" in file.name or "\0" in file.name or file.name in ("", "..", NAME):
+                raise CheckpointError(f"names the file {file.name!r}, which is not in its own folder")
+        if len({file.name for file in files}) != len(files):
+            raise CheckpointError("names a file twice")
+        for name, entry in entries.items():
+            _check_entry(name, entry, len(files))
         value, good = data.pop("loss_scale")
         data["groups"] = tuple(data.get("groups", ()))
         return cls(entries=entries, files=files, loss_scale=(value, good), **data)
+
+
+def _check_entry(name: str, entry: Entry, files: int) -> None:
+    """Its extents must have as many elements as the parameter, so that nobody allocates what no file has."""
+    numbers = [*entry.shape, entry.layer, entry.count]
+    for each in entry.extents:
+        numbers += [each.start, each.length, each.rank, each.place, *(n for factor in each.box or () for n in factor)]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise CheckpointError(f"is damaged: {name} has a number that is none, or below 0")
+    total, numel = sum(each.length for each in entry.extents), prod(entry.shape)
+    if total != numel or any(each.rank >= files for each in entry.extents):
+        raise CheckpointError(
+            f"is damaged: {name} of shape {entry.shape} has {numel} elements, its parts in {files} files have {total}"
+        )
+    ends: dict[Any, int] = {}
+    for each in sorted(entry.extents, key=lambda each: each.start):
+        inside = each.box is None or (
+            prod(size for size, _, _ in each.box) == numel and all(first + length <= size for size, first, length in each.box)
+        )
+        if not inside or each.start != ends.get(each.box, 0):
+            raise CheckpointError(
+                f"is damaged: a part of {name} of shape {entry.shape} lies outside of it, or on another: {each}"
+            )
+        ends[each.box] = each.start + each.length
+    wanted = {box: numel if box is None else prod(length for _, _, length in box) for box in ends}
+    if wanted != ends:
+        raise CheckpointError(f"is damaged: the parts of {name} of shape {entry.shape} end at {ends}, not at {wanted}")
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(data).encode(), digest_size=32).hexdigest()
 
 
 def _extent(row: dict[str, Any]) -> Extent:

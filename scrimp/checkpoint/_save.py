@@ -2,26 +2,28 @@
 
 At any time either the old checkpoint or the new one is complete: the old one is renamed only when the new one needs nothing but
 its name, and a reader that finds no checkpoint reads the renamed one.
+
+`Save(...)` is a collective. `Save.run` is none, so it may run in a thread beside training.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scrimp.checkpoint._manifest import NAME, Entry, Extent, Manifest, checked_extra
-from scrimp.checkpoint._tiles import extents_of, written, written_numel
-from scrimp.checkpoint._write import Named, write
-from scrimp.chunks import Opened, Slot, Store, Wire
-from scrimp.errors import CheckpointError, ScrimpError
+from scrimp.checkpoint._agree import Agreement, together
+from scrimp.checkpoint._layers import InMemory, layer_rows
+from scrimp.checkpoint._manifest import NAME, Entry, Extent, FileRow, Manifest, checked_extra
+from scrimp.checkpoint._tiles import extents_of
+from scrimp.checkpoint._write import Named, Row, ShardFile, file_nbytes, no_room
+from scrimp.chunks import Slot, Store
+from scrimp.errors import CheckpointError
 
 ASIDE, UNFINISHED = ".previous", ".unfinished"
 _WRITING: set[Path] = set()  # folders that this process is writing
@@ -31,95 +33,115 @@ def being_written(folder: Path) -> bool:
     return Path(os.path.abspath(folder)) in _WRITING
 
 
-def save(
-    folder: str | Path,
-    store: Store,
-    *,
-    optimizer: str,
-    steps: int,
-    skipped: int,
-    counts: Mapping[str, int],
-    loss_scale: tuple[float, int],
-    rng: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    groups: Sequence[Mapping[str, Any]] = (),
-    also: Iterable[Named] = (),
-    extra: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a checkpoint. `also`: further tensors of this rank, under their own names. `extra`: JSON for the manifest."""
-    goal = Path(os.path.abspath(folder))
-    work = goal.with_name(goal.name + UNFINISHED)
-    wire = store.ranks
-    more: dict[str, Any] = {}
-    with _together(wire, goal):
-        more = checked_extra(extra)
-        if wire.rank == 0:
-            _check_goal(goal)
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-    _WRITING.add(work)
-    try:
-        name = f"rank-{wire.rank}.safetensors"
-        mine = bytes(32)
-        with _together(wire, goal):
-            with _OneLayer(store) as layers:
-                mine = write(work / name, chain(_tensors(store, layers, rng, buffers), also))
-            _flush(work / name)
-        checksums = wire.every(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        with _together(wire, goal):
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a checkpoint has beside the layers. `also`: further tensors of this rank, under their own names. `extra`: JSON for the
+    manifest."""
+
+    optimizer: str
+    steps: int
+    skipped: int
+    counts: Mapping[str, int]
+    loss_scale: tuple[float, int]
+    rng: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    groups: Sequence[Mapping[str, Any]] = ()
+    also: Iterable[Named] = ()
+    extra: Mapping[str, Any] | None = field(default=None)
+
+
+class Save:
+    """One checkpoint of one rank. Making it checks the target and the room on its disk, together with the other ranks."""
+
+    def __init__(self, folder: str | Path, store: Store, content: Content) -> None:
+        self.goal = goal = Path(os.path.abspath(folder))
+        self._work = work = goal.with_name(goal.name + UNFINISHED)
+        self._store = store
+        wire, extra = store.ranks, dict[str, Any]()
+        with together(wire, goal):
+            extra = checked_extra(content.extra)
             if wire.rank == 0:
-                _finish(goal, work, store, checksums, optimizer, steps, skipped, counts, loss_scale, groups, more)
-    finally:
-        _WRITING.discard(work)
+                check_goal(goal)
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir(parents=True)
+        self._small = list(_small(store, content))
+        self._rows: list[Row] = [row[:3] for row in self._small]
+        self._rows += [row for layer in written_layers(store) for row, _ in layer_rows(store, layer)]
+        self.nbytes = int(wire.every(torch.tensor([file_nbytes(self._rows)])).sum())  # of all ranks
+        with together(wire, goal):
+            if wire.rank == 0:
+                self._check_room()
+        self._manifest = Manifest(
+            precision=store.precision,
+            optimizer=content.optimizer,
+            states=store.optimizer.states,
+            steps=content.steps,
+            skipped=content.skipped,
+            loss_scale=content.loss_scale,
+            files=(),
+            entries=_entries(store, content.counts) if wire.rank == 0 else {},
+            state=store.optimizer.state,
+            groups=tuple(map(dict, content.groups)),
+            extra=extra,
+        )
+        self._agreement = Agreement(wire, goal)
+        _WRITING.add(work)
+
+    @property
+    def agreement(self) -> Agreement:
+        return self._agreement
+
+    def run(self, layers: Callable[[ShardFile], None] | None = None) -> None:
+        """Write this rank's file, whose layers come from `layers`, or from the store as they are; wait for the other ranks."""
+        try:
+            self._agreement.run(lambda: self._write(layers or self._live), self._finish, self._undo)
+        finally:
+            _WRITING.discard(self._work)
+
+    def _write(self, layers: Callable[[ShardFile], None]) -> dict[str, Any]:
+        file = ShardFile(self._work / f"rank-{self._store.ranks.rank}.safetensors", self._rows)
+        try:
+            for name, _, _, make in self._small:
+                file.append(name, make())
+            layers(file)
+            return asdict(file.close())
+        finally:
+            file.abandon()
+
+    def _live(self, file: ShardFile) -> None:
+        for layer in written_layers(self._store):
+            with self._store.opened(layer) as data:
+                InMemory(store=self._store, data=data).append_to(file)
+
+    def _finish(self, rows: list[Any]) -> None:
+        manifest = replace(self._manifest, files=tuple(FileRow(**row) for row in rows))
+        path = self._work / NAME
+        try:
+            path.write_text(manifest.to_json())
+            flush(path)
+        except OSError as error:
+            free = shutil.disk_usage(self._work).free
+            raise no_room(path, len(manifest.to_json()), free, error.strerror or "") from error
+        commit(self._work, self.goal)
+
+    def _undo(self) -> None:
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    def _check_room(self) -> None:
+        free = shutil.disk_usage(self._work).free
+        if free < self.nbytes:
+            self._undo()
+            raise no_room(self.goal, self.nbytes, free, "the checkpoint that it replaces stays until the new one is complete")
 
 
-def _finish(
-    goal: Path,
-    work: Path,
-    store: Store,
-    checksums: torch.Tensor,
-    optimizer: str,
-    steps: int,
-    skipped: int,
-    counts: Mapping[str, int],
-    loss_scale: tuple[float, int],
-    groups: Sequence[Mapping[str, Any]],
-    extra: dict[str, Any],
-) -> None:
-    manifest = Manifest(
-        precision=store.precision,
-        optimizer=optimizer,
-        states=store.optimizer.states,
-        steps=steps,
-        skipped=skipped,
-        loss_scale=loss_scale,
-        files=tuple((f"rank-{rank}.safetensors", bytes(row.tolist()).hex()) for rank, row in enumerate(checksums)),
-        entries=_entries(store, counts),
-        state=store.optimizer.state,
-        groups=tuple(map(dict, groups)),
-        extra=extra,
-    )
-    (work / NAME).write_text(manifest.to_json())
-    _flush(work / NAME)
-    _commit(work, goal)
+def written_layers(store: Store) -> range:
+    """The layers of which this rank writes tensors: none, if the first group of ranks that shard the model has the same."""
+    if store.tiling is None and store.ranks.rank >= store.wire.world:
+        return range(0)
+    return range(len(store.table.layers))
 
 
-@contextmanager
-def _together(wire: Wire, goal: Path) -> Iterator[None]:
-    """Turns an error on one rank into an error on all ranks at once, without a time-out."""
-    error: BaseException | None = None
-    try:
-        yield
-    except (OSError, ScrimpError) as caught:
-        error = caught
-    failed = wire.every(torch.tensor([int(error is not None)])).flatten().nonzero().flatten().tolist()
-    if error is not None:
-        raise error if isinstance(error, ScrimpError) else CheckpointError(f"{goal} could not be written: {error}") from error
-    if failed:
-        raise CheckpointError(f"{goal} could not be written: rank {failed[0]} failed; see the error there")
-
-
-def _check_goal(goal: Path) -> None:
+def check_goal(goal: Path) -> None:
     """Raises unless the target is new or holds nothing but a checkpoint, because it is replaced."""
     if goal.exists() and not goal.is_dir():
         raise CheckpointError(f"{goal} is a file; save to a folder that is new, or holds a checkpoint")
@@ -130,52 +152,14 @@ def _check_goal(goal: Path) -> None:
         )
 
 
-class _OneLayer(ExitStack):
-    """Opens layers one at a time, each once for all of its tensors, because a layer on disk is read as a whole."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
-        self._data: Opened | None = None
-
-    def part(self, layer: int, which: str | int) -> Callable[[], torch.Tensor]:
-        def make() -> torch.Tensor:
-            if self._data is None or self._data.layer != layer:
-                self._data = None
-                self.close()
-                self._data = self.enter_context(self._store.opened(layer))
-            if self._store.tiling is not None:
-                return written(self._store, self._data, which)
-            return _on_host(self._data.states[which] if isinstance(which, int) else getattr(self._data, which))
-
-        return make
-
-
-def _tensors(
-    store: Store, layers: _OneLayer, rng: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-) -> Iterator[Named]:
-    """The tensors that this rank writes, each made only when it is written."""
-    for key, state in rng.items():
-        yield f"rng.{key}", state.dtype, tuple(state.shape), partial(_on_host, state)
+def _small(store: Store, content: Content) -> Iterable[Named]:
+    """The tensors that this rank writes beside its layers, each made only when it is written."""
+    for key, state in content.rng.items():
+        yield f"rng.{key}", state.dtype, tuple(state.shape), state.detach
     if store.ranks.rank == 0:  # buffers are the same on all ranks, as with DDP
-        for key, buffer in buffers.items():
-            yield f"buffer.{key}", buffer.dtype, tuple(buffer.shape), partial(_on_host, buffer)
-    if store.tiling is None and store.ranks.rank >= store.wire.world:
-        return  # the first group of ranks that shard the model has written the same weights
-    for layer in range(len(store.table.layers)):
-        numel, trained = store.shards.numel(layer), store.shards.trained_numel(layer)
-        if store.tiling is not None:
-            numel, trained = written_numel(store, layer)
-        wide = store.dtype_of(layer) == torch.float32
-        yield f"weights.{layer}", store.dtype_of(layer), (numel,), layers.part(layer, "weights")
-        if not wide:
-            yield f"master.{layer}", torch.float32, (trained,), layers.part(layer, "master")
-        for k, field in enumerate(store.optimizer.fields):
-            yield f"state-{k}.{layer}", field.dtype, (field.numel(trained),), layers.part(layer, k)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu()
+        for key, buffer in content.buffers.items():
+            yield f"buffer.{key}", buffer.dtype, tuple(buffer.shape), buffer.detach
+    yield from content.also
 
 
 def _entries(store: Store, counts: Mapping[str, int]) -> dict[str, Entry]:
@@ -202,18 +186,18 @@ def _extents(store: Store, layer: int, slot: Slot) -> tuple[Extent, ...]:
     )
 
 
-def _commit(work: Path, goal: Path) -> None:
+def commit(work: Path, goal: Path) -> None:
     aside = goal.with_name(goal.name + ASIDE)
-    _flush(work)
+    flush(work)
     if goal.exists():
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(goal, aside)
     os.replace(work, goal)
-    _flush(goal.parent)
+    flush(goal.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flushes a file, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -32,15 +32,16 @@ def written_numel(store: Store, layer: int) -> tuple[int, int]:
     return sum(numel for numel, _ in rows), sum(numel for numel, trainable in rows if trainable)
 
 
-def written(store: Store, data: Opened, which: str | int) -> torch.Tensor:
-    """This rank's parts of a layer, end to end; trained ones first, as in the table."""
-    parts = []
+def written(store: Store, data: Opened, which: str | int, *, rounded: bool = False) -> Iterator[torch.Tensor]:
+    """This rank's parts of a layer; trained ones first, as in the table. `rounded`: weights are made from masters."""
     for _, slot, (_, start, stop) in _written(store, data.layer, store.ranks.rank):
         if slot.trainable or which == "weights":
             (piece,) = data.pieces(slot)
+            if which == "weights" and rounded and slot.trainable and not data.own_master:
+                yield piece.master[: stop - start].to(piece.weight.dtype)
+                continue
             whole = piece.states[which] if isinstance(which, int) else piece.weight if which == "weights" else piece.master
-            parts.append(whole[: stop - start].detach().cpu())
-    return torch.cat(parts) if parts else torch.empty(0)
+            yield whole[: stop - start]
 
 
 def _written(store: Store, layer: int, rank: int) -> Iterator[tuple[int, Slot, tuple[Any, int, int]]]:

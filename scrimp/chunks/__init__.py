@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from scrimp.chunks.schedule.step_cost import LayerCost, Rates
     from scrimp.chunks.spill.direct_io import PAGE, open_direct
     from scrimp.chunks.spill.queue import region_requests
-    from scrimp.chunks.store.disk_tier import STAGES, tile_numel
+    from scrimp.chunks.store.disk_tier import STAGES, block_numel, tile_numel
     from scrimp.chunks.store.placement import DEVICE, DISK, HOST, STREAMED, Opened, Piece, Tier, optimized, placement_nbytes
     from scrimp.chunks.store.regroup import Regrouping
     from scrimp.chunks.store.store import DTYPES, Store
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from scrimp.chunks.transfer.collectives import Wire
     from scrimp.chunks.transfer.copy_streams import Event
     from scrimp.chunks.transfer.host_arena import arena
+    from scrimp.chunks.transfer.staged_copy import carry
     from scrimp.chunks.update.streamed import Part, StreamedUpdate, stages_nbytes, update_tiles
     from scrimp.chunks.update.update import Updater, gradient_norm, stage_numel
     from scrimp.chunks.worker.worker import Gate, Worker
@@ -68,12 +69,12 @@ __all__ = [
     "AdamW", "Choice", "ChunkTable", "Coder", "Copies", "CpuMeter", "CudaMeter", "Event", "Field", "Gate", "Grouping",
     "HostUpdate", "LayerCost", "LayerSpace", "Meter", "Opened", "Optimizer", "Part", "Patterns", "Piece", "PlainMode", "Rates",
     "Regrouping", "Row", "Rules", "Schedule", "ScheduleStep", "Shards", "Share", "Slot", "Spans", "Store", "StreamedUpdate",
-    "Tier", "Tiling", "Unseen", "Updater", "Wire", "Worker", "arena", "build_table", "check_optimizer", "choose_placement",
-    "coder_numel", "detached", "device_kernel", "device_memory", "gradient_norm", "host_kernel", "kernel_or_reason",
-    "least_fetched_nbytes",
-    "load_library", "measure_rates", "occupy", "open_direct", "optimized", "placement_nbytes", "quickest", "rate",
-    "region_requests", "regrouped", "settings_by_group", "settle", "stage_numel", "stages_nbytes", "state_fields", "tile_numel",
-    "triton_at_hand", "update_kinds", "update_tiles", "why_no_device_kernel", "why_no_host_kernel",
+    "Tier", "Tiling", "Unseen", "Updater", "Wire", "Worker", "arena", "block_numel", "build_table", "carry", "check_optimizer",
+    "choose_placement", "coder_numel", "detached", "device_kernel", "device_memory", "gradient_norm", "host_kernel",
+    "kernel_or_reason", "least_fetched_nbytes", "load_library", "measure_rates", "occupy", "open_direct", "optimized",
+    "placement_nbytes", "quickest", "rate", "region_requests", "regrouped", "settings_by_group", "settle", "stage_numel",
+    "stages_nbytes", "state_fields", "tile_numel", "triton_at_hand", "update_kinds", "update_tiles", "why_no_device_kernel",
+    "why_no_host_kernel",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -114,6 +115,7 @@ __getattr__ = lazily(
         "open_direct": "scrimp.chunks.spill.direct_io",
         "region_requests": "scrimp.chunks.spill.queue",
         "STAGES": "scrimp.chunks.store.disk_tier",
+        "block_numel": "scrimp.chunks.store.disk_tier",
         "tile_numel": "scrimp.chunks.store.disk_tier",
         "DEVICE": "scrimp.chunks.store.placement",
         "DISK": "scrimp.chunks.store.placement",
@@ -155,6 +157,7 @@ __getattr__ = lazily(
         "Wire": "scrimp.chunks.transfer.collectives",
         "Event": "scrimp.chunks.transfer.copy_streams",
         "arena": "scrimp.chunks.transfer.host_arena",
+        "carry": "scrimp.chunks.transfer.staged_copy",
         "Part": "scrimp.chunks.update.streamed",
         "StreamedUpdate": "scrimp.chunks.update.streamed",
         "stages_nbytes": "scrimp.chunks.update.streamed",

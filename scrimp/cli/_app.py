@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from scrimp import __version__
 from scrimp.cli._end import UsageError, ending, typed
+from scrimp.cli.checkpoints.app import app as checkpoint_app
 from scrimp.cli.rules.app import app as rules_app
 from scrimp.cli.runs.commands import compare, report
 from scrimp.errors import ScrimpError
@@ -42,6 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(rules_app)
+app.add_typer(checkpoint_app)
 app.command()(report)
 app.command()(compare)
 

@@ -43,6 +43,7 @@ from scrimp.cluster import Machine, Operators, Reserve, register_measure
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
     from scrimp.engine.chunked_loss import chunked_cross_entropy
+    from scrimp.engine.entry.parameter_parts import parameter_parts, parameter_sizes
     from scrimp.engine.lowered.lone_rank import LoneRank, stage_of
     from scrimp.engine.lowered.passes import MeteredRanks
     from scrimp.engine.observe.progress import Progress
@@ -52,8 +53,8 @@ if TYPE_CHECKING:
     from scrimp.engine.setup.budget import Memory, available_host_nbytes
 
 __all__ = [
-    "Engine", "LoneRank", "Memory", "MeteredRanks", "Points", "Progress", "Recorder", "Timeline",
-    "available_host_nbytes", "chunked_cross_entropy", "probe", "probe_operators", "recording", "stage_of",
+    "Engine", "LoneRank", "Memory", "MeteredRanks", "Points", "Progress", "Recorder", "Timeline", "available_host_nbytes",
+    "chunked_cross_entropy", "parameter_parts", "parameter_sizes", "probe", "probe_operators", "recording", "stage_of",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -61,6 +62,8 @@ __getattr__ = lazily(
     {
         "Engine": "scrimp.engine._engine",
         "chunked_cross_entropy": "scrimp.engine.chunked_loss",
+        "parameter_parts": "scrimp.engine.entry.parameter_parts",
+        "parameter_sizes": "scrimp.engine.entry.parameter_parts",
         "LoneRank": "scrimp.engine.lowered.lone_rank",
         "stage_of": "scrimp.engine.lowered.lone_rank",
         "MeteredRanks": "scrimp.engine.lowered.passes",

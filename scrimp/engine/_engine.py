@@ -227,13 +227,17 @@ class Engine:
         """
         return self._run.dtensors()
 
-    def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> None:
+    def save(self, folder: str | Path, *, wait: bool = True, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint: weights, master weights, optimizer states, step, random state and the settings of all groups.
 
         The folder appears complete or not at all. `extra` is yours: JSON that the manifest keeps and `load` returns, such as the
         position in the data or `scheduler.state_dict()`. With several ranks it is that of rank 0.
+
+        With `wait=False` a thread writes the state of this call while training goes on; `close` and the next `save` wait for it.
+        A layer is copied before its next update, in host memory that `Memory(host=...)` leaves; where it leaves none, the update
+        waits until the layer is written. If the save fails, the next call raises, does nothing else, and may be made again.
         """
-        self._run.save(folder, extra)
+        self._run.save(folder, extra, wait)
 
     def load(self, folder: str | Path) -> Mapping[str, Any]:
         """Go on from a checkpoint, whatever budget, chunk size and number of ranks it was written with. Returns the `extra` of

@@ -7,6 +7,7 @@ workspace that kernels allocate and free inside one operator: a plan predicts th
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,8 +21,9 @@ FORMAT, VERSION = "scrimp.ledger", 1
 WORKSPACE = "workspace"
 KINDS = (
     "parameters", "gradients", "optimizer", "residual", "activations", "moved", "scratch", "temporaries", "workspace", "buffers",
-    "padding",
+    "padding", "snapshot",
 )  # fmt: skip
+_CHANGING = threading.RLock()  # a save in the background charges the host's ledger from its own thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +59,28 @@ class Ledger:
         return self.peak.nbytes
 
     def charge(self, kind: str, nbytes: int) -> None:
-        self.now[kind] += nbytes
-        self.total_nbytes += nbytes
-        if self.total_nbytes > self.peak.nbytes:
-            self.peak = self.snapshot()
-        if kind != WORKSPACE and self.total_nbytes - self.now[WORKSPACE] > self.live_peak.nbytes:
-            self.live_peak = self._live()
-        if self.recording is not None:
-            self.recording.saw(self)
+        with _CHANGING:
+            self.now[kind] += nbytes
+            self.total_nbytes += nbytes
+            if self.total_nbytes > self.peak.nbytes:
+                self.peak = self.snapshot()
+            if kind != WORKSPACE and self.total_nbytes - self.now[WORKSPACE] > self.live_peak.nbytes:
+                self.live_peak = self._live()
+            if self.recording is not None:
+                self.recording.saw(self)
 
     def free(self, kind: str, nbytes: int) -> None:
-        self.now[kind] -= nbytes
-        self.total_nbytes -= nbytes
+        with _CHANGING:
+            self.now[kind] -= nbytes
+            self.total_nbytes -= nbytes
         if self.now[kind] < 0:
             raise ScrimpError(f"the {self.tier} ledger holds {self.now[kind]} bytes of {kind}: more was freed than charged")
 
     def move(self, nbytes: int, *, source: str, target: str) -> None:
         """Change the kind of bytes in place: a weight's buffer that its gradient overwrites."""
-        self.now[source] -= nbytes
-        self.now[target] += nbytes
+        with _CHANGING:
+            self.now[source] -= nbytes
+            self.now[target] += nbytes
 
     def snapshot(self) -> Snapshot:
         return Snapshot(by_kind=tuple(self.now.items()), when=self.when)

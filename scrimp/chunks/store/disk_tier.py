@@ -48,16 +48,16 @@ def spill_file(folder: Path, fields: tuple[Field, ...], numel: int, label: str) 
 
 
 class Spilling:
-    """Staging and pending writes. `placements`: of all layers, on disk or not. `fields`: of the optimizer. `writing`: a gate for
-    each update whose writes are pending. Only the training thread uses this, except `free`, which the update threads use under
-    their lock."""
+    """Staging and pending writes. `placements`: of all layers, on disk or not. `fields`: of the optimizer. `writing`: by layer, a
+    gate for each update whose writes are pending. Only the training thread uses this, except `free`, which the update threads use
+    under their lock."""
 
     def __init__(
         self, placements: list[Placement], shards: Shards, fields: tuple[Field, ...], host: Ledger, traffic: Traffic
     ) -> None:
         self.queue = SpillQueue()
         self.traffic = traffic
-        self.writing: list[Gate] = []
+        self.writing: dict[int, list[Gate]] = {}
         self.free: list[list[torch.Tensor]] = []  # staging buffers
         self.stages = STAGES
         self._placements = placements
@@ -129,7 +129,7 @@ class Spilling:
 
     def wait(self) -> None:
         """Wait until all updates are written to disk."""
-        for gate in self.writing:
+        for gate in [gate for gates in self.writing.values() for gate in gates]:
             gate.wait()
         self.writing.clear()
 

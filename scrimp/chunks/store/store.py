@@ -79,6 +79,8 @@ class Store:
         self.micro_batches = micro_batches
         self.pending = False  # accumulated gradients are kept between calls
         self.before_change: Callable[[], None] = lambda: None  # lets the meter read its peak before resident bytes change
+        self.before_update: Callable[[int], None] = lambda _: None  # before a layer's masters and states change, in any thread
+        self.free_host: Callable[[], None] = lambda: None  # frees host memory that a save in the background holds
         self.host_room_nbytes = host_room_nbytes  # this rank's share of the host
         self.own: Callable[[torch.Tensor], None] = lambda _: None  # tells the meter not to count a tensor
         self.moved: Callable[[int], None] = lambda _: None  # called after a layer has migrated
@@ -193,6 +195,8 @@ class Store:
             yield self._opened[layer]
             return
         self.at_rest(layer)
+        if write:
+            self.before_update(layer)
         with self.spill.staged(self.placements[layer], self.direct(layer), read=read, write=write) as data:
             self._opened[layer] = data
             try:
@@ -261,6 +265,7 @@ class Store:
 
     def migrate(self, layer: int, tier: Tier) -> None:
         """Move a layer between host and device; to or from `STREAMED` only its weights move."""
+        self.before_update(layer)
         migrate(self, layer, tier)
         self.moved(layer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,7 @@ from scrimp.engine.entry.evaluate import evaluate
 from scrimp.engine.entry.full_parameters import full_parameters
 from scrimp.engine.entry.rank_calls import begin_call, naming_calls
 from scrimp.engine.entry.resize import resize
+from scrimp.engine.entry.saves import Saves
 from scrimp.engine.observe.bound import Bound, bound
 from scrimp.engine.observe.record import report
 from scrimp.engine.setup.process_groups import Group
@@ -30,6 +32,11 @@ class Between:
     """Mixin of `Training`. `Engine` documents each call."""
 
     interrupts: Interrupts
+
+    @cached_property
+    def saves(self) -> Saves:
+        """The save in the background."""
+        return Saves()
 
     @property
     def _whole(self) -> Training:
@@ -80,9 +87,9 @@ class Between:
         begin_call(self._whole, "iter_state")
         yield from iter_state(self._whole, names)
 
-    def save(self, folder: str | Path, extra: Mapping[str, Any] | None) -> None:
+    def save(self, folder: str | Path, extra: Mapping[str, Any] | None, wait: bool) -> None:
         begin_call(self._whole, "save")
-        save_state(self._whole, folder, extra)
+        save_state(self._whole, folder, extra, wait=wait)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         begin_call(self._whole, "load")
@@ -109,9 +116,12 @@ class Between:
         if engine.group.outside:
             return
         engine.residents.abandon()
-        with suppress(RunError):  # an error of a background thread is raised again by whoever reads the state
-            engine.planning.placements_back(for_good=True)
-            engine.wait()
-        engine.exchanging.close()
-        engine.updating.end()
-        engine.meter.close()
+        try:
+            engine.saves.finish()
+        finally:
+            with suppress(RunError):  # an error of a background thread is raised again by whoever reads the state
+                engine.planning.placements_back(for_good=True)
+                engine.wait()
+            engine.exchanging.close()
+            engine.updating.end()
+            engine.meter.close()

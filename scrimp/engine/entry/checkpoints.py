@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from scrimp._warnings import warn
-from scrimp.checkpoint import load, save
-from scrimp.chunks import Patterns, Slot
+from scrimp.checkpoint import Content, Save, Snapshot, buffer_nbytes, load, written_layers
+from scrimp.chunks import DISK, Patterns, Slot
 from scrimp.engine.setup.state_dict_names import persistent_buffers
 from scrimp.errors import CheckpointError, RunError
+from scrimp.ledger import format_nbytes
 
 if TYPE_CHECKING:
     from scrimp.engine._training import Training
@@ -94,25 +95,62 @@ def _planned_values(engine: Training, layer: int, slot: Slot) -> torch.Tensor:
     return store.tiling.whole(slot.name, mine).cpu()
 
 
-def save_state(engine: Training, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+def save_state(engine: Training, folder: str | Path, extra: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
     engine.check_usable(reading=True)
+    engine.saves.finish()
+    room_nbytes = _room_nbytes(engine)
+    reason = None if wait else _must_wait(engine, room_nbytes)
+    if reason is not None:
+        warn(f"engine.save(wait=False) writes {folder} now, and returns when it is complete: {reason}")
+    in_background = not wait and reason is None
     random = {"cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(engine.device)
-    save(
-        folder,
-        engine.store,
+    buffers = persistent(engine.model)
+    content = Content(
         optimizer=type(engine.store.optimizer).__name__,
         groups=engine.optimizer.saved(),
         steps=engine.steps,
         skipped=engine.skipped,
-        counts=_counts(engine),
+        counts=dict(_counts(engine)),
         loss_scale=(engine.loss_scale.value, engine.loss_scale.good),
         rng=random,
-        buffers=persistent(engine.model),
+        buffers={name: buffer.detach().cpu().clone() for name, buffer in buffers.items()} if in_background else buffers,
         also=engine.exchanging.saved(engine),
         extra=extra,
     )
+    save = Save(folder, engine.store, content)
+    if not in_background:
+        save.run()
+        return
+    layers = list(written_layers(engine.store))
+    if not engine.must_check:
+        layers.reverse()  # updates begin in the backward
+    engine.saves.start(save, Snapshot(engine.store, room_nbytes, layers), engine.store)
+
+
+def _room_nbytes(engine: Training) -> int:
+    """What steps leave of this rank's share of the host, for copies."""
+    room, host = engine.store.host_room_nbytes, engine.ledger.host
+    most = host.peak_nbytes - dict(host.peak.by_kind).get("snapshot", 0)
+    return 1 << 62 if room is None else max(0, room - max(most, host.total_nbytes))
+
+
+def _must_wait(engine: Training, room_nbytes: int) -> str | None:
+    """Why a save cannot run in the background, if it cannot."""
+    store = engine.store
+    if engine.closed:
+        return "the engine is closed"
+    if store.sparse:
+        return "with a sparse exchange residuals change in every backward, and have no copy to write from"
+    if store.tiling is not None and any(placement.tier == DISK for placement in store.placements):
+        return "under a plan, layers on disk are read as a whole, into memory that their updates need"
+    if buffer_nbytes(store) > room_nbytes:
+        return (
+            f"layers on disk are read through {format_nbytes(buffer_nbytes(store))} of host memory, and Memory(host=...) leaves "
+            f"{format_nbytes(room_nbytes)} to this rank"
+        )
+    return None
 
 
 def _counts(engine: Training) -> dict[str, int]:
@@ -126,6 +164,7 @@ def _counts(engine: Training) -> dict[str, int]:
 
 def load_state(engine: Training, folder: str | Path) -> dict[str, Any]:
     engine.check_open()
+    engine.saves.finish()
     try:
         engine.updating.check()
     except RunError as error:  # remembered in case the checkpoint cannot be loaded

@@ -54,7 +54,7 @@ def least_of_step(engine: Training, reason: FitError, plan: Planned, args: tuple
     kept, away = found[False], found.get(True)
     store, budget = engine.store, engine.budget.device_nbytes
     host = store.books.host
-    at_rest = host.total_nbytes - host.now["temporaries"] + store.spill.need_nbytes
+    at_rest = host.total_nbytes - host.now["temporaries"] - host.now["snapshot"] + store.spill.need_nbytes
     fits_host = (
         away is not None and store.host_room_nbytes is not None and at_rest + away.offloaded_nbytes <= store.host_room_nbytes
     )

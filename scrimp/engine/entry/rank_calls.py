@@ -212,6 +212,7 @@ def begin_call(engine: Training, name: str) -> None:
             f"engine.{name} with the gradients of {engine.pending} engine.backward calls pending: call engine.update() first"
         )
     engine.calls.begin(name)
+    engine.saves.check(engine.calls.number)
 
 
 @contextmanager

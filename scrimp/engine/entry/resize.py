@@ -153,8 +153,9 @@ def _digest(data: bytes) -> int:
 
 
 def _settle(engine: Training) -> None:
-    """No update runs, no layer is on the device, and all placements are on the host."""
+    """No save and no update runs, no layer is on the device, and all placements are on the host."""
     engine.check_usable()
+    engine.saves.finish()
     engine.wait()
     engine.residents.abandon()
     engine.planning.placements_back(for_good=True)

@@ -50,6 +50,7 @@ class Reading:
     lr: float | None
     received_nbytes: int | None  # from other ranks; None if there are none
     disk: dict[str, float | str]  # empty if no disk is used
+    save_waited_seconds: float | None  # of updates, for a save in the background; None if there was none
 
 
 class Progress:
@@ -165,6 +166,7 @@ class Progress:
             lr=float(lr) if isinstance(lr, (int, float)) else None,
             received_nbytes=received if engine.wire.world > 1 else None,
             disk=engine.store.spill.figures(read, written),
+            save_waited_seconds=engine.saves.lap(),
         )
 
     def _count_traffic(self) -> None:
@@ -226,5 +228,5 @@ def _row(reading: Reading) -> dict[str, object]:
         "skipped": reading.skipped,
         **reading.disk,
     }
-    more = {"lr": reading.lr, "received_nbytes": reading.received_nbytes}
+    more = {"lr": reading.lr, "received_nbytes": reading.received_nbytes, "save_waited_seconds": reading.save_waited_seconds}
     return {**row, **{name: value for name, value in more.items() if value is not None}}

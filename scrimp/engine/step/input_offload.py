@@ -119,8 +119,14 @@ def on_host(store: Store, meter: Meter, leaf: torch.Tensor, what: str) -> torch.
     """A host buffer for the elements of a tensor, charged as long as it lives. `what` is offloaded, for the error if there is no
     room."""
     host, room = store.books.host, store.host_room_nbytes
+
     # Staging buffers of layers on disk may be free now, but will be needed again.
-    need = host.total_nbytes - host.now["temporaries"] + store.spill.need_nbytes + leaf.nbytes
+    def needed() -> int:
+        return host.total_nbytes - host.now["temporaries"] + store.spill.need_nbytes + leaf.nbytes
+
+    if room is not None and needed() > room and host.now["snapshot"]:
+        store.free_host()
+    need = needed()
     if room is not None and need > room:
         parts = {kind: nbytes for kind, nbytes in host.now.items() if kind != "temporaries"}
         parts |= {"staging for layers on disk": store.spill.need_nbytes, "the next one": leaf.nbytes}

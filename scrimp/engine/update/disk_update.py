@@ -87,7 +87,8 @@ class DiskUpdates:
             written=self._worker.promise(),
         )
         store.gates[layer] = update.updated
-        store.spill.writing = [*(gate for gate in store.spill.writing if not gate.open), update.written]
+        pending = [gate for gate in store.spill.writing.get(layer, []) if not gate.open]
+        store.spill.writing[layer] = [*pending, update.written]
         numel = store.shards.trained_numel(layer)
         found = [_Tile(update=update, start=start, stop=stop) for start, stop in store.spill.tiles(numel)]
         found = [tile for tile in found if any(True for _ in self._spans(tile))]
@@ -176,6 +177,7 @@ class DiskUpdates:
         """Update one tile, in the worker."""
         update = tile.update
         try:
+            self._store.before_update(update.layer)
             start = time.perf_counter()
             for slot, count, piece, own_master in self._pieces(tile, stage):
                 optimizer = self._rules.of(slot.name, update.step)

@@ -29,6 +29,7 @@ class _Pass:
     scale: torch.Tensor | None
 
     def run(self) -> None:
+        self.store.before_update(self.layer)
         todo = update_tiles(self.slots, self.counts, self.streamed.tile)
         passed = self.streamed.update(self.layer, self.store.direct(self.layer), todo, self._apply, self.scale)
         self.store.passed(self.layer, passed.updated, passed.placement)

@@ -116,6 +116,7 @@ class Updating:
             factor = None if scale is None else scale.to(self.store.device, non_blocking=True)
             for layer in there:
                 slots = by_layer[layer]
+                self.store.before_update(layer)
                 with self.store.opened(layer) as data:
                     self._layer(updater, data, *self._joined(slots, self.numbers(slots, counts), step), step, factor)
                 self.store.settled(layer)
@@ -135,6 +136,7 @@ class Updating:
         data, come = self.store.direct(layer), self.store.take_coming_down(layer)
 
         def job() -> None:
+            self.store.before_update(layer)
             start = time.perf_counter()
             self._layer(self._host, data, slots, numbers, step, scale)
             self._seconds += time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Hugging Face: `Trainer` within a memory budget, as a changed import or as a mixin for other trainers.
+"""Hugging Face: `Trainer` within a memory budget, and weights as a folder that transformers loads.
 
 In:   a script with `transformers.Trainer`, or a trainer that is built on it (TRL's `SFTTrainer`), and `memory="24GiB"`.
 Out:  the same training within the budget: losses, gradient norms, logs, evaluation, checkpoints, callbacks.
@@ -13,6 +13,7 @@ Out:  the same training within the budget: losses, gradient norms, logs, evaluat
     retries.py          numbers that `compute_loss` counts on the trainer are counted once, however often a step is tried
     trainer_private.py  the private names of transformers and accelerate that all of this needs
     trainer.py          `Trainer`: the mixin with `transformers.Trainer`
+    exports.py          `export`: streams the weights of an engine or a checkpoint into a folder, or into one file
 
 transformers is imported by `trainer.py` only, so the package can be imported without it.
 """
@@ -24,15 +25,17 @@ from typing import TYPE_CHECKING
 from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
+    from scrimp.ext.hf.exports import export
     from scrimp.ext.hf.trainer import Trainer
     from scrimp.ext.hf.within_budget import WithinBudget
 
-__all__ = ["Trainer", "WithinBudget"]
+__all__ = ["Trainer", "WithinBudget", "export"]
 
 __getattr__ = lazily(
     __name__,
     {
         "Trainer": "scrimp.ext.hf.trainer",
         "WithinBudget": "scrimp.ext.hf.within_budget",
+        "export": "scrimp.ext.hf.exports",
     },
 )

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta | None:
-    """The time-out of a group, so that groups made from it keep it; torch has no public getter."""
+    """The time-out of a group, so that groups made from it keep it; torch has no public getter. None: the group of all ranks."""
+    group = dist.group.WORLD if group is None else group
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None

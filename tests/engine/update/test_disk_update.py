@@ -135,7 +135,7 @@ def test_a_forward_does_not_wait_for_the_disk_to_write(tmp_path: Path, monkeypat
     engine.step(*batch(3))
     want.step(*batch(3))
     assert engine.evaluate(*batch(4)) == want.evaluate(*batch(4))
-    assert [gate.open for gate in engine._run.store.spill.writing].count(False) == 1
+    assert [gate.open for gates in engine._run.store.spill.writing.values() for gate in gates].count(False) == 1
     held.set()
     assert engine.step(*batch(4)) == want.step(*batch(4))
     assert_same(engine.state_dict(), want.state_dict())

@@ -1,0 +1,154 @@
+"""What ranks do in the tests of saves in the background."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from scrimp import zoo
+from scrimp.checkpoint import _agree, _write
+from scrimp.chunks.tables.optimizers import AdamW
+from scrimp.engine import Engine, Memory
+from scrimp.errors import CheckpointError
+from scrimp.ext import hf
+from tests.rank_jobs import planned_engine
+
+
+def made(name: str, settings: dict) -> Engine:
+    torch.manual_seed(0)
+    return Engine(zoo.build(name), optimizer=AdamW(lr=1e-2), memory=Memory(device="1GiB"), device="cpu", **settings)
+
+
+def train(engine: Engine, name: str, steps: range) -> None:
+    for step in steps:
+        batch = zoo.example_batch(name, batch=8, step=step)
+        engine.step(*(tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in batch))
+
+
+def save_beside_training(name: str, settings: dict, folder: str) -> None:
+    """Saves, waiting and not, from the same state; training goes on while the second is held up."""
+    engine = made(name, settings)
+    train(engine, name, range(3))
+    engine.save(Path(folder) / "want")
+    go, real = threading.Event(), _write.ShardFile.append
+
+    def append(self: _write.ShardFile, tensor: str, part: torch.Tensor) -> None:
+        go.wait(60)
+        real(self, tensor, part)
+
+    with patch.object(_write.ShardFile, "append", append):
+        engine.save(Path(folder) / "ckpt", wait=False)
+        train(engine, name, range(3, 5))
+        assert not (Path(folder) / "ckpt").exists()
+        go.set()
+        engine.close()
+    assert (Path(folder) / "ckpt" / "manifest.json").exists()
+
+
+def save_under_a_plan(plan: str, name: str, rows: int, folder: str) -> None:
+    """As `save_beside_training`."""
+    engine = planned_engine.engine_of(plan, name, {})
+    for step in range(2):
+        planned_engine.stepped(engine, name, {}, rows, step)
+    engine.save(Path(folder) / "want")
+    go, real = threading.Event(), _write.ShardFile.append
+
+    def append(self: _write.ShardFile, tensor: str, part: torch.Tensor) -> None:
+        go.wait(60)
+        real(self, tensor, part)
+
+    with patch.object(_write.ShardFile, "append", append):
+        engine.save(Path(folder) / "ckpt", wait=False)
+        for step in range(2, 4):
+            planned_engine.stepped(engine, name, {}, rows, step)
+        go.set()
+        engine.close()
+
+
+def fail_on(name: str, failing: int, folder: str) -> tuple[int, str, int]:
+    """One rank's disk is full. Returns the step that raised, what it said, and how many steps were made in the end."""
+    engine = made(name, {})
+    train(engine, name, range(1))
+    engine.save(Path(folder) / "first")
+    if dist.get_rank() == failing:
+
+        def full(*_: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        with patch.object(_write.os, "pwrite", full):
+            engine.save(Path(folder) / "ckpt", wait=False)
+            assert engine._run.saves._running is not None
+            if failing:
+                while not (Path(folder) / "ckpt.unfinished").exists() and engine._run.saves._running.thread.is_alive():
+                    pass
+            engine._run.saves._running.thread.join()
+    else:
+        engine.save(Path(folder) / "ckpt", wait=False)
+    raised, words, step = -1, "", 1
+    while step < 6:
+        try:
+            train(engine, name, range(step, step + 1))
+            step += 1
+        except CheckpointError as error:
+            assert raised < 0
+            raised, words = step, str(error)
+    engine.save(Path(folder) / "ckpt", wait=False)
+    engine.close()
+    return raised, words, engine.optimizer.steps
+
+
+def one_never_writes(name: str, folder: str) -> str:
+    """Rank 1 is stuck in its first write. Rank 0 gives up after a while, and says who is late."""
+    engine = made(name, {})
+    go, real = threading.Event(), _write.ShardFile.append
+
+    def append(self: _write.ShardFile, tensor: str, part: torch.Tensor) -> None:
+        go.wait(60)
+        real(self, tensor, part)
+
+    with patch.object(_agree, "group_timeout", lambda *_: timedelta(seconds=1)):
+        if dist.get_rank():
+            with patch.object(_write.ShardFile, "append", append):
+                engine.save(Path(folder) / "ckpt", wait=False)
+                dist.barrier()
+                go.set()
+                words = closed(engine)
+        else:
+            engine.save(Path(folder) / "ckpt", wait=False)
+            words = closed(engine)
+            dist.barrier()
+    return words
+
+
+def closed(engine: Engine) -> str:
+    try:
+        engine.close()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def exports(name: str, plan: str | None, folder: str) -> None:
+    engine = made(name, {}) if plan is None else planned_engine.engine_of(plan, name, {})
+    if plan is None:
+        train(engine, name, range(2))
+    hf.export(engine, Path(folder) / "one.safetensors", dtype="fp32")
+    state = engine.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, Path(folder) / "state.pt")
+        os.mkdir(Path(folder) / "one")
+        (Path(folder) / "one" / "notes.txt").write_text("mine")
+    dist.barrier()
+    try:
+        hf.export(engine, Path(folder) / "one", files_from=folder)
+    except CheckpointError as error:
+        assert "is not an empty folder" in str(error)
+    else:
+        raise AssertionError
+    engine.close()
