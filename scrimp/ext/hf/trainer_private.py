@@ -17,17 +17,15 @@ from scrimp.errors import RunError
 from scrimp.ext.hf.engine_model import names_to_save
 
 if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-
     from scrimp.engine import Engine
-else:
-    _Base = object
+
+_Base: Any = object  # a trainer, once the mixin is put before one
 
 STATE = "scrimp"  # the folder of the engine's state in a checkpoint of the trainer
 OPTIMIZER = "optimizer.pt"
 
 
-class TrainerHooks(_Base):
+class TrainerHooks(_Base):  # type: ignore[misc]
     """Overrides of private methods. `WithinBudget` says what each hook does."""
 
     engine: Engine
