@@ -54,8 +54,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         make_model(Path(folder) / "model")
         settings = TrainingArguments(
             output_dir=f"{folder}/run", max_steps=given.steps, per_device_train_batch_size=4, learning_rate=3e-3,
-            logging_steps=10, warmup_steps=5, lr_scheduler_type="cosine", eval_strategy="steps", eval_steps=given.steps, save_strategy="no",
-            report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
+            logging_steps=10, warmup_steps=5, lr_scheduler_type="cosine", eval_strategy="steps", eval_steps=given.steps,
+            save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+            dataloader_pin_memory=False,
         )  # fmt: skip
         model = LlamaForCausalLM.from_pretrained(f"{folder}/model")
         data: dict[str, Any] = {"train_dataset": make_data(256, seed=1), "eval_dataset": make_data(32, seed=2)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from torch import nn
 from scrimp._warnings import warn
 from scrimp.errors import RunError
 from scrimp.ext.hf.engine_model import names_to_save
-
-if TYPE_CHECKING:
-    from scrimp.engine import Engine
 
 _Base: Any = object  # a trainer, once the mixin is put before one
 
@@ -27,8 +24,6 @@ OPTIMIZER = "optimizer.pt"
 
 class TrainerHooks(_Base):  # type: ignore[misc]
     """Overrides of private methods. `WithinBudget` says what each hook does."""
-
-    engine: Engine
 
     # Building.
 
@@ -52,7 +47,7 @@ class TrainerHooks(_Base):  # type: ignore[misc]
         return model
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        found = super()._build_accelerator_args(**kwargs)
+        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         found["mixed_precision"] = "no"  # the engine computes with weights of its precision; autocast would cast them again
         return found
 

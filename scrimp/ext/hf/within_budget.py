@@ -61,7 +61,7 @@ class WithinBudget(TrainerHooks):
         precision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._asked = {"memory": memory, "weights": weights, "exchange": exchange, "plan": plan}
+        self._asked: dict[str, Any] = {"memory": memory, "weights": weights, "exchange": exchange, "plan": plan}
         self._activations, self._precision = activations, precision
         self._engine: Engine | None = None
         self._adopted: Callable[[], nn.Module | None] = lambda: None  # the engine's model
@@ -86,7 +86,7 @@ class WithinBudget(TrainerHooks):
         assert self._engine is not None
         return self._engine
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> Any:
         """The trainer's own optimizer, and an engine that makes its updates."""
         if self._engine is not None and self._adopted() is not self.model:  # `model_init` has made another
             self._engine.close()

@@ -19,7 +19,16 @@ from safetensors.torch import load_file
 
 from scrimp.ext.hf import Trainer, WithinBudget
 from tests.ext.hf.trainers import (
-    Run, arguments, assert_equal, assert_goes_on, make, model_nbytes, model_of, rows, run, tokenizer,
+    Run,
+    arguments,
+    assert_equal,
+    assert_goes_on,
+    make,
+    model_nbytes,
+    model_of,
+    rows,
+    run,
+    tokenizer,
 )  # fmt: skip
 
 CLASSES = (("plain", transformers.Trainer), ("door", Trainer))
