@@ -65,6 +65,7 @@ class WithinBudget(TrainerHooks):
         self._activations, self._precision = activations, precision
         self._engine: Engine | None = None
         self._adopted: Callable[[], nn.Module | None] = lambda: None  # the engine's model
+        self._hooked: Callable[[], torch.optim.Optimizer | None] = lambda: None  # the optimizer that the engine follows
         self._dtypes: dict[str, torch.dtype] = {}
         self._loss: torch.Tensor | None = None  # that `training_step` has computed, with its graph
         self._norm = torch.zeros(())
@@ -97,6 +98,12 @@ class WithinBudget(TrainerHooks):
             self._engine = self._build(shell)
             self._adopted = weakref.ref(self.model)
             engine_model.route(self.model, self)
+            self._hooked = weakref.ref(shell)
+        elif self._hooked() is not shell:
+            raise RunError(
+                f"trainer.optimizer was replaced by another {type(shell).__name__} after the engine was built, which has the "
+                "states of the first; build a new trainer"
+            )
         if self.args.gradient_checkpointing and hasattr(self.model, "gradient_checkpointing_disable"):
             self.model.gradient_checkpointing_disable()  # the engine recomputes
         return self.optimizer
