@@ -109,7 +109,7 @@ class TrainerHooks(_Base):  # type: ignore[misc]
     def take_loss(self, loss: torch.Tensor, **kwargs: Any) -> None:
         raise NotImplementedError
 
-    def norm_of_this_step(self) -> torch.Tensor:
+    def norm_of_this_step(self) -> torch.Tensor | None:
         raise NotImplementedError
 
     def save_state(self, folder: Path) -> None:

@@ -207,6 +207,7 @@ class WithinBudget(TrainerHooks):
 
         args = self.args
         wrong = {
+            "its own training_step": getattr(super().training_step, "__func__", None) is not Trainer.training_step,
             "its own compute_loss": type(self).compute_loss is not Trainer.compute_loss,
             "compute_loss_func": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
@@ -240,10 +241,11 @@ class WithinBudget(TrainerHooks):
             )
         self._loss = loss
 
-    def norm_of_this_step(self) -> torch.Tensor:
-        """The norm of this step's gradient, before clipping. It has its value once the optimizer has stepped."""
+    def norm_of_this_step(self) -> torch.Tensor | None:
+        """The norm of this step's gradient, before clipping; it has its value once the optimizer has stepped. None if a sparse
+        exchange did not need it."""
         self._norm = torch.zeros(())
-        return self._norm
+        return self._norm if self._waiting or self.engine.optimizer.norm is not None else None
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """The engine's update, with the settings that the torch optimizer has now."""
