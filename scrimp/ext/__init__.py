@@ -1,7 +1,9 @@
 """Interoperation with other tools, and a pool of local ranks. Import the module that you need.
 
-In:   models and tensors of other tools (DistributedDataParallel, DTensor). Out:  the same, exchanged or redistributed by scrimp.
+In:   models, tensors, optimizers and trainers of other tools. Out:  the same, trained, exchanged or redistributed by scrimp.
 
+    hf/               Hugging Face's Trainer within a memory budget, also TRL's and your own
+    optim.py          `optimizer_of`: torch's optimizers as scrimp's
     ddp.py            `sparse_hook`: sparse exchange in torch's DistributedDataParallel
     hf/               `hf.export`: weights as a Hugging Face folder
     dtensor.py        `redistribute`: moves for torch's DTensor

@@ -57,7 +57,7 @@ def optimizer_of(
             f"torch.optim.{kind.__name__} without fused=True rounds in other places than the engine, so the last bits of weights "
             "differ; with fused=True (in TrainingArguments: optim='adamw_torch_fused') they are equal"
         )
-    return kind(rows, **{key: value for key, value in rows[0].items() if key != "params"})  # type: ignore[arg-type]
+    return kind(rows, **{key: value for key, value in rows[0].items() if key != "params"})
 
 
 def copy_settings(optimizer: torch.optim.Optimizer, engine: Engine) -> None:

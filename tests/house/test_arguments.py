@@ -15,8 +15,8 @@ from scrimp._arguments import activations_of
 from scrimp._warnings import warn
 
 EVERYDAY = {
-    "step", "evaluate", "backward", "update", "lr", "optimizer", "full_parameters", "save", "load", "state_dict", "iter_state",
-    "batch_part", "dtensors", "ledger", "bound", "report", "resize", "close",
+    "step", "evaluate", "backward", "update", "zero_grad", "lr", "optimizer", "full_parameters", "save", "load", "state_dict",
+    "iter_state", "batch_part", "dtensors", "ledger", "bound", "report", "resize", "close",
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def select(names: Sequence[str], known: Sequence[str]) -> set[str]:
     found = {name: matched for name in known if (matched := patterns.matching(name))}
     for missing in sorted({*names}.difference(*found.values())):
         nearest = get_close_matches(missing, known, n=1)
-        raise RunError(f"the model has no parameter or buffer {missing!r}" + (f"; nearest: {nearest[0]!r}" if nearest else ""))
+        raise RunError(f"{missing!r} matches no parameter or buffer" + (f"; nearest: {nearest[0]!r}" if nearest else ""))
     return {*found}
 
 

@@ -44,10 +44,10 @@ def _modes(training: list[nn.Module]) -> Iterator[None]:
 def route(model: nn.Module, trainer: WithinBudget) -> None:
     """Let the methods of this model run inside the trainer's engine."""
     ref = weakref.ref(trainer)
-    if callable(getattr(model, "generate", None)):
-        model.generate = _generate(model.generate, ref)  # type: ignore[assignment]
-    if callable(getattr(model, "save_pretrained", None)):
-        model.save_pretrained = _save_pretrained(model.save_pretrained, ref)  # type: ignore[assignment]
+    for method, inside in (("generate", _generate), ("save_pretrained", _save_pretrained)):
+        own = getattr(model, method, None)
+        if callable(own):
+            setattr(model, method, inside(own, ref))
 
 
 def _generate(own: Callable[..., Any], ref: weakref.ref[WithinBudget]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ REFUSED = {
     "deepspeed": "the engine shards model data itself; leave it out, and give memory='24GiB'",
     "fsdp": "the engine shards model data itself; leave it out, and start the same script with torchrun",
     "parallelism_config": "the engine shards model data itself; leave it out, or give plan=scrimp.plan(...)",
+    "use_liger_kernel": "the trainer would patch layers that the engine adopted; patch the model before you make the trainer",
     "auto_find_batch_size": "the engine changes no batch size; leave it out: a FitError names the least budget for the batch",
     "activation_offloading": "the engine offloads activations itself; leave it out, and give activations='recompute,offload'",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,21 +16,14 @@ from scrimp._warnings import warn
 from scrimp.errors import RunError
 from scrimp.ext.hf.engine_model import names_to_save
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-
-    from scrimp.engine import Engine
-else:
-    _Base = object
+_Base: Any = object  # a trainer, once the mixin is put before one
 
 STATE = "scrimp"  # the folder of the engine's state in a checkpoint of the trainer
 OPTIMIZER = "optimizer.pt"
 
 
-class TrainerHooks(_Base):
+class TrainerHooks(_Base):  # type: ignore[misc]
     """Overrides of private methods. `WithinBudget` says what each hook does."""
-
-    engine: Engine
 
     # Building.
 
@@ -54,7 +47,7 @@ class TrainerHooks(_Base):
         return model
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        found = super()._build_accelerator_args(**kwargs)
+        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         found["mixed_precision"] = "no"  # the engine computes with weights of its precision; autocast would cast them again
         return found
 
@@ -116,7 +109,7 @@ class TrainerHooks(_Base):
     def take_loss(self, loss: torch.Tensor, **kwargs: Any) -> None:
         raise NotImplementedError
 
-    def norm_of_this_step(self) -> torch.Tensor:
+    def norm_of_this_step(self) -> torch.Tensor | None:
         raise NotImplementedError
 
     def save_state(self, folder: Path) -> None:

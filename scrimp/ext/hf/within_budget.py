@@ -61,10 +61,11 @@ class WithinBudget(TrainerHooks):
         precision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._asked = {"memory": memory, "weights": weights, "exchange": exchange, "plan": plan}
+        self._asked: dict[str, Any] = {"memory": memory, "weights": weights, "exchange": exchange, "plan": plan}
         self._activations, self._precision = activations, precision
         self._engine: Engine | None = None
         self._adopted: Callable[[], nn.Module | None] = lambda: None  # the engine's model
+        self._hooked: Callable[[], torch.optim.Optimizer | None] = lambda: None  # the optimizer that the engine follows
         self._dtypes: dict[str, torch.dtype] = {}
         self._loss: torch.Tensor | None = None  # that `training_step` has computed, with its graph
         self._norm = torch.zeros(())
@@ -86,7 +87,7 @@ class WithinBudget(TrainerHooks):
         assert self._engine is not None
         return self._engine
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> Any:
         """The trainer's own optimizer, and an engine that makes its updates."""
         if self._engine is not None and self._adopted() is not self.model:  # `model_init` has made another
             self._engine.close()
@@ -97,6 +98,12 @@ class WithinBudget(TrainerHooks):
             self._engine = self._build(shell)
             self._adopted = weakref.ref(self.model)
             engine_model.route(self.model, self)
+            self._hooked = weakref.ref(shell)
+        elif self._hooked() is not shell:
+            raise RunError(
+                f"trainer.optimizer was replaced by another {type(shell).__name__} after the engine was built, which has the "
+                "states of the first; build a new trainer"
+            )
         if self.args.gradient_checkpointing and hasattr(self.model, "gradient_checkpointing_disable"):
             self.model.gradient_checkpointing_disable()  # the engine recomputes
         return self.optimizer
@@ -200,6 +207,7 @@ class WithinBudget(TrainerHooks):
 
         args = self.args
         wrong = {
+            "its own training_step": getattr(super().training_step, "__func__", None) is not Trainer.training_step,
             "its own compute_loss": type(self).compute_loss is not Trainer.compute_loss,
             "compute_loss_func": self.compute_loss_func is not None,
             "label_smoothing_factor": self.label_smoother is not None,
@@ -233,10 +241,11 @@ class WithinBudget(TrainerHooks):
             )
         self._loss = loss
 
-    def norm_of_this_step(self) -> torch.Tensor:
-        """The norm of this step's gradient, before clipping. It has its value once the optimizer has stepped."""
+    def norm_of_this_step(self) -> torch.Tensor | None:
+        """The norm of this step's gradient, before clipping; it has its value once the optimizer has stepped. None if a sparse
+        exchange did not need it."""
         self._norm = torch.zeros(())
-        return self._norm
+        return self._norm if self._waiting or self.engine.optimizer.norm is not None else None
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """The engine's update, with the settings that the torch optimizer has now."""

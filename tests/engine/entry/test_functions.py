@@ -137,7 +137,7 @@ def test_state_by_names() -> None:
     pattern = names[0].split(".")[0] + ".*"
     assert {*engine.state_dict(pattern)} == {name for name in whole if name.startswith(names[0].split(".")[0] + ".")}
     assert all(torch.equal(value, whole[name]) for name, value in engine.iter_state(names[1]))
-    with pytest.raises(RunError, match=rf"no parameter or buffer '{names[0]}x'; nearest: '{names[0]}'"):
+    with pytest.raises(RunError, match=rf"'{names[0]}x' matches no parameter or buffer; nearest: '{names[0]}'"):
         engine.state_dict(names[0] + "x")
 
 

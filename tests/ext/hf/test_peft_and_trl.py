@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from scrimp.ext.hf import Trainer, WithinBudget
 from tests.ext.hf.trainers import (
-    VOCABULARY,
     Run,
     arguments,
     assert_equal,
@@ -29,6 +28,7 @@ from tests.ext.hf.trainers import (
     model_of,
     rows,
     run,
+    tokenizer,
 )  # fmt: skip
 
 CLASSES = (("plain", transformers.Trainer), ("door", Trainer))
@@ -112,10 +112,3 @@ GIVEN = (
     "per_device_eval_batch_size", "learning_rate", "save_strategy", "dataloader_pin_memory", "warmup_steps", "log_level",
     "weight_decay", "gradient_accumulation_steps",
 )  # fmt: skip
-
-
-def tokenizer() -> Any:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<pad>": 0, **{f"w{k}": k for k in range(1, VOCABULARY)}}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<pad>")

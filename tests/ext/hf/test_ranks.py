@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import scrimp
 from scrimp.exchange import Sparse
 from scrimp.ext.ranks import pool
+from tests.ext.hf.jobs import Result, planned, trained
 from tests.ext.hf.trainers import collate_alike, model_of, rows
-from tests.rank_jobs.hf_trainer import Result, planned, trained
 from tests.support.bounds import gamma
 
 SETTINGS: dict[str, Any] = {"max_steps": 4, "max_grad_norm": 1e9, "eval_strategy": "steps"}

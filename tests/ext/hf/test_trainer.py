@@ -16,7 +16,22 @@ from torch import nn
 from transformers import TrainerCallback
 
 from scrimp.ext.hf import Trainer, WithinBudget
-from tests.ext.hf.trainers import BUDGET, KINDS, STEPS, assert_equal, both, make, model_nbytes, model_of, rows, run
+from tests.ext.hf.trainers import (
+    BUDGET,
+    KINDS,
+    STEPS,
+    arguments,
+    assert_equal,
+    both,
+    build,
+    collate,
+    make,
+    model_nbytes,
+    model_of,
+    rows,
+    run,
+    tokenizer,
+)  # fmt: skip
 
 sample = pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
 
@@ -207,3 +222,53 @@ def none_expected() -> Any:
     from contextlib import nullcontext
 
     return nullcontext()
+
+
+def test_a_model_that_is_made_anew_for_each_training(tmp_path: Path) -> None:
+    """`model_init`: evaluation, a training and another one have an engine each."""
+    runs = []
+    for name, cls in (("plain", transformers.Trainer), ("door", Trainer)):
+        trainer = cls(
+            args=arguments(tmp_path / name, max_steps=2), model_init=lambda: build("gpt2", layers=2), train_dataset=rows(),
+            eval_dataset=rows(4, seed=2), data_collator=collate, **({"memory": "2MiB"} if cls is Trainer else {}),
+        )  # fmt: skip
+        before = trainer.evaluate()["eval_loss"]
+        first = run(trainer)
+        runs.append((before, first, run(trainer)))
+    assert runs[0][0] == runs[1][0]
+    for plain, door in zip(runs[0][1:], runs[1][1:], strict=True):
+        assert_equal(plain, door)
+
+
+def generated(prediction: Any) -> dict[str, float]:
+    return {"ids": float(prediction.predictions.sum())}
+
+
+class Seq2Seq(WithinBudget, transformers.Seq2SeqTrainer):
+    pass
+
+
+@pytest.mark.full
+def test_a_sequence_to_sequence_trainer_that_generates(tmp_path: Path) -> None:
+    """T5 with a tied embedding, evaluated by what it generates, with batches of a padding collator."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0
+    )
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"][: 6 + k % 3]} for k, row in enumerate(rows(20))]
+    runs = []
+    for name, cls in (("plain", transformers.Seq2SeqTrainer), ("door", Seq2Seq)):
+        transformers.set_seed(1)
+        model = transformers.T5ForConditionalGeneration(config)
+        settings = transformers.Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path / name), predict_with_generate=True, generation_max_length=8, eval_strategy="steps",
+            eval_steps=2, max_steps=4, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, save_strategy="no",
+            per_device_train_batch_size=2, per_device_eval_batch_size=2, dataloader_pin_memory=False, log_level="error",
+        )  # fmt: skip
+        collator = transformers.DataCollatorForSeq2Seq(tokenizer(), model=None, padding=True)
+        trainer = cls(
+            model, settings, train_dataset=data, eval_dataset=data[:5], data_collator=collator, compute_metrics=generated,
+            **({"memory": "4MiB"} if cls is Seq2Seq else {}),
+        )  # fmt: skip
+        runs.append(run(trainer))
+    assert_equal(*runs)
+    assert len(runs[0].of("eval_ids")) == 2

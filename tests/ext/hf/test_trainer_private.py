@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -49,6 +51,11 @@ def test_the_trainer_calls_what_is_replaced() -> None:
         "self._load_optimizer_and_scheduler(", "self._load_best_model()", "self._save(output_dir", "self.args._n_gpu",
     ):  # fmt: skip
         assert call in source, call
+
+
+def test_the_package_needs_no_transformers() -> None:
+    code = "import sys; sys.modules['transformers'] = None; from scrimp.ext.hf import WithinBudget; import scrimp.ext.optim"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_names_of_files() -> None:

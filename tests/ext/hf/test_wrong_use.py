@@ -170,6 +170,14 @@ def test_the_model_between_steps(use: Callable[[Any], Any], tmp_path: Path) -> N
         use(trainer.model)
 
 
+def test_another_optimizer_for_the_same_model(tmp_path: Path) -> None:
+    trainer = make(Trainer, "gpt2", tmp_path, settings={"max_steps": 1})
+    trainer.train()
+    trainer.optimizer = None
+    with pytest.raises(RunError, match=r"optimizer was replaced by another AdamW.*build a new trainer"):
+        trainer.train()
+
+
 def test_arguments_of_the_trainer_are_still_checked(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="memry"):
         Trainer(model_of("gpt2"), arguments(tmp_path), train_dataset=rows(), memry="3MiB")

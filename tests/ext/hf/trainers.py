@@ -154,3 +154,12 @@ def assert_same_weights(plain: Run, door: Run) -> None:
     assert plain.state.keys() == door.state.keys()
     wrong = [name for name, value in plain.state.items() if not torch.equal(value, door.state[name])]
     assert not wrong, f"{len(wrong)} of {len(plain.state)} differ: {wrong[:5]}"
+
+
+def tokenizer() -> Any:
+    """Of words w1, w2, ...; 0 pads and ends."""
+    import tokenizers
+
+    words = {"<pad>": 0, **{f"w{k}": k for k in range(1, VOCABULARY)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<pad>")
