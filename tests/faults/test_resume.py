@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scrimp.ext.ranks import pool
-from tests.rank_jobs import faults as jobs
+from tests.rank_jobs.elastic import faults as jobs
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from scrimp.chunks.store.disk_tier import STAGES
 from scrimp.ext.ranks import RankPool, pool
 from tests.engine.test_engine import assert_same
 from tests.engine.update.test_disk_update import batch, engine_for, host_for, on_disk, small_blocks  # noqa: F401 - a fixture
-from tests.rank_jobs import faults as jobs
+from tests.rank_jobs.elastic import faults as jobs
 
 SLEEP = 0.5
 

@@ -11,7 +11,7 @@ import torch
 from scrimp import Engine, zoo
 from scrimp.errors import RunError
 from scrimp.ext.ranks import RankPool, pool
-from tests.rank_jobs import resize as jobs
+from tests.rank_jobs.elastic import resize as jobs
 
 ALL, PAIR, OTHERS, THREE = (0, 1, 2, 3), (0, 1), (2, 3), (0, 1, 2)
 

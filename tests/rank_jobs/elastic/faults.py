@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ from scrimp import SGD, Engine
 from scrimp.chunks import DEVICE
 from scrimp.errors import FitError, RunError
 from tests.faults.training import Run, batch_of, built
-from tests.rank_jobs import resize
+from tests.rank_jobs.elastic import resize
 
 STEPS = 3
 Told = dict[str, tuple[dict[str, torch.Tensor], list[float]]]
@@ -96,6 +99,15 @@ def memory_runs_short(folder: str, share: float, on: list[int]) -> tuple[bool, s
         everyone = len(on) == dist.get_world_size()
         return False, error, everyone and all(torch.equal(value, before[key]) for key, value in engine.iter_state()), layers
     return losses == wanted, "", False, [*layers, _on_device(engine)]
+
+
+def warned_under_torchrun(restarts: str, keeps_store: str) -> list[str]:
+    """What building an engine warns of where torchrun has started the ranks."""
+    env = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": keeps_store}
+    with mock.patch.dict(os.environ, env), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _exact().close()
+    return [str(each.message) for each in caught]
 
 
 def _on_device(engine: Engine) -> int:
