@@ -20,13 +20,14 @@ export PYTHONDONTWRITEBYTECODE =
 # So many files of tests run at a time, each with ranks of its own: one more than there are cores, because some only wait.
 JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 16 ? cores + 1 : 16)))
 
-.PHONY: help demo test test-full test-run test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-rehearse bench-lowered bench-run bench-convergence contenders performance release check-release docs clean
+.PHONY: help demo test test-full test-run test-faults test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-rehearse bench-lowered bench-run bench-convergence contenders performance release check-release docs clean
 
 help:
 	@echo "make demo        training within a memory budget, killed and resumed, on this machine, in a minute"
 	@echo "make test        lint, types, layering and a fixed sample of the tests"
 	@echo "make test-full   all tests, and more examples of every property"
 	@echo "make test-run    every model under every plan on 2, 4 and 8 ranks: thousands of cases, it resumes (CASES=\"--seconds 600\" for a part)"
+	@echo "make test-faults ranks and hosts that are killed, disks and ranks that are slow, memory that runs short (half an hour; as root also hosts)"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make docs        the documentation as a site, in site/"
 	@echo "make release     wheel and sdist in dist/, each tested in a clean environment"
@@ -77,6 +78,9 @@ test-full: lint
 
 test-run: $(READY)
 	$(BIN)/python -m tests.run $(CASES)
+
+test-faults: $(READY)
+	$(BIN)/python -m pytest --full -s tests/faults tests/engine/entry/test_resize.py
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest
     for block in blocks(path):
         if block.title is not None:
             Path(block.title).write_text(block.text + "\n")
+    terminated = signal.getsignal(signal.SIGTERM)
     page = ModuleType("a_page_of_the_docs")  # a module that can be imported: Dynamo looks names up in it
     monkeypatch.setitem(sys.modules, page.__name__, page)
     try:
@@ -97,6 +99,7 @@ def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest
                 code = "\n" * block.line + block.text  # so that a traceback names the line of the page
                 exec(compile(code, str(path), "exec"), vars(page))
     finally:
+        signal.signal(signal.SIGTERM, terminated)  # a page may show how to handle it
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -80,6 +80,14 @@ def test_after_sigterm_a_run_saves_and_ends_with_143_and_goes_on(tmp_path: Path)
     check_same(run, undisturbed(tmp_path / "calm", run))
 
 
+def test_restarts_that_would_meet_old_addresses_are_warned_of() -> None:
+    (words,), (nothing) = pool(WORLD).run("tests.rank_jobs.elastic.faults:warned_under_torchrun", "3", "True")
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
+    assert not nothing  # rank 0 speaks for all
+    for given in (("0", "True"), ("3", "False")):
+        assert pool(WORLD).run("tests.rank_jobs.elastic.faults:warned_under_torchrun", *given) == [[], []]
+
+
 @pytest.mark.full
 def test_sigterm_of_torchruns_agent_reaches_the_ranks(tmp_path: Path) -> None:
     run = Run(folder=str(tmp_path / "run"), steps=4000, every=1000, least=0.02)

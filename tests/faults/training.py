@@ -37,7 +37,8 @@ class Faults:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """`every`: steps from checkpoint to checkpoint. `least`: seconds that a step takes at least."""
+    """`every`: steps from checkpoint to checkpoint. `least`: seconds that a step takes at least. `tail`: the attempt without a
+    fault makes so many steps, however many were made before."""
 
     folder: str
     steps: int
@@ -45,6 +46,7 @@ class Run:
     model: str = "gpt-tiny"
     rows: int = 12
     least: float = 0.0
+    tail: int | None = None
     timeout: float = 60.0
     faults: Faults | None = None
 
@@ -68,6 +70,11 @@ class Run:
     def log(self) -> Path:
         """A line for each step that rank 0 has made, in any attempt."""
         return Path(self.folder) / "steps.jsonl"
+
+    def last_step(self, begun: int, attempt: int) -> int:
+        """Where an attempt that begins at a step ends."""
+        count = 0 if self.faults is None else self.faults.count
+        return self.steps if self.tail is None or attempt < count else begun + self.tail
 
     def lines(self) -> list[dict[str, Any]]:
         """A line that a kill cut off is left out."""
@@ -137,7 +144,8 @@ def batch_of(run: Run, step: int) -> list[torch.Tensor]:
 
 def steps_of(run: Run, engine: Engine, doom: Doom, attempt: int) -> Iterator[int]:
     """Trains; gives the number of steps made after each."""
-    for number, step in enumerate(range(engine.optimizer.steps, run.steps)):
+    begun = engine.optimizer.steps
+    for number, step in enumerate(range(begun, run.last_step(begun, attempt))):
         doom.step(number)
         began = time.time()
         loss = float(engine.step(*batch_of(run, step)))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scrimp._warnings import warn
 from scrimp.chunks import Rates, Wire
 from scrimp.engine.setup.budget import Budget
 from scrimp.errors import MoveError, RunError
@@ -30,8 +31,20 @@ def join_world(device: torch.device) -> Wire:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if not dist.is_initialized():
         return Wire()
+    if dist.get_rank() == 0 and _restarts_with_old_addresses():
+        words = (
+            "torchrun restarts failed ranks here, and keeps the store by which they find each other: a restarted rank may wait "
+            "for the address of a dead one, as long as the group's time-out; start torchrun with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+        )
+        warn(words)
     over_gloo = dist.get_backend() == "gloo"
     return Wire(world=dist.get_world_size(), rank=dist.get_rank(), device=torch.device("cpu") if over_gloo else device)
+
+
+def _restarts_with_old_addresses() -> bool:
+    """Whether torchrun restarts ranks with the store of the attempt before: the keys of dead ranks are still in it."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 Group = Sequence[int] | Any | None  # as users give a training group: ranks, a process group, or None for all ranks

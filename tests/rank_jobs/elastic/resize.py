@@ -93,7 +93,8 @@ def _differ(when: str, one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 
 class Exact(nn.Module):
-    """Whose sums are exact in fp32 in any order: small integers, and gradients that do not depend on the weights."""
+    """Whose sums are exact in fp32 in any order: of small integers, with gradients that do not depend on the weights. With
+    momentum 1 weights are whole multiples of a rank's share of 1 for ever; `exact_batch` has a power of two of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,13 +104,17 @@ class Exact(nn.Module):
             nn.init.zeros_(part.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(part(x) for part in self.parts).mean(1).mul(40).mean()
+        return sum(part(x) for part in self.parts).sum(1).mean()
+
+
+def exact_batch(step: int) -> torch.Tensor:
+    return torch.randint(-1, 2, (32, 48), generator=torch.Generator().manual_seed(step)).float()
 
 
 def exact(phases: list[Phase]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The mean losses over the ranks, and the weights, after phases of other ranks each."""
     engine = Engine(
-        Exact(), optimizer=SGD(lr=0.5, momentum=0.5), precision="fp32", memory="1GiB", device="cpu", chunk_numel=256,
+        Exact(), optimizer=SGD(lr=1.0, momentum=1.0), precision="fp32", memory="1GiB", device="cpu", chunk_numel=256,
         group=[*phases[0][0]],
     )  # fmt: skip
     losses, step, state = [], 0, {}
@@ -117,10 +122,9 @@ def exact(phases: list[Phase]) -> tuple[list[float], dict[str, torch.Tensor]]:
         if number:
             engine.resize([*members])
         for _ in range(steps):
-            rows = torch.randint(-4, 5, (8, 48), generator=torch.Generator().manual_seed(step)).float()
             loss = torch.zeros(())
             if dist.get_rank() in members:
-                mine = rows.chunk(len(members))[members.index(dist.get_rank())]
+                mine = exact_batch(step).chunk(len(members))[members.index(dist.get_rank())]
                 loss = engine.step(mine) / len(members)
             dist.all_reduce(loss)
             losses.append(float(loss))
