@@ -19,6 +19,7 @@ from scrimp import __version__
 from scrimp.cli._end import UsageError, ending, typed
 from scrimp.cli.rules.app import app as rules_app
 from scrimp.cli.runs.commands import compare, report
+from scrimp.cli.training.commands import TrainCommand, top, train
 from scrimp.errors import ScrimpError
 
 COLUMNS = 80  # where there is no terminal
@@ -42,6 +43,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(rules_app)
+app.command(cls=TrainCommand)(train)
+app.command()(top)
 app.command()(report)
 app.command()(compare)
 
@@ -75,6 +78,7 @@ def root(
 
     Examples
       scrimp demo
+      scrimp train examples/gpt.toml
       scrimp plan gpt-tiny --cluster 8xA100-80 --batch 64
       scrimp move --mesh x=2,y=4 --shape 8192,8192 "\[x,y]" "\[y,x]"
     """
