@@ -20,6 +20,7 @@ Read in this order:
     loop.py       steps, validation, checkpoints
     dry.py        `--dry-run`: plan and rehearsal on meta
     ranks.py, stop.py            what ranks agree on between steps; signals
+    flops.py      FLOPs of a step, for the MFU
     pairs.py      --set name=value
 """
 

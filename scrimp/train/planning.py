@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from scrimp.cluster import Cluster
-from scrimp.errors import PlanError, ScrimpError
+from scrimp.errors import PlanError, PlanWarning, ScrimpError
 from scrimp.planner import Plan, plan
 from scrimp.train.config.sections import AUTO, NONE, Config
 from scrimp.train.ranks import Ranks
@@ -43,11 +44,15 @@ def plan_of(
 def made(config: Config, model: nn.Module, batch: Any, cluster: Cluster, say: Say) -> Plan:
     section, train = config.cluster, config.train
     memory = None if config.memory.device == AUTO else config.memory.device
-    found = plan(
-        model, batch, cluster, mesh=section.mesh, memory=memory, reserve=section.reserve, objective=section.objective,
-        optimizer=config.optimizer.name, precision=train.precision, activations=train.activations, stages=section.stages,
-        micro_batches=train.micro_batches, time_limit=section.time_limit, progress=say,
-    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PlanWarning)
+        found = plan(
+            model, batch, cluster, mesh=section.mesh, memory=memory, reserve=section.reserve, objective=section.objective,
+            optimizer=config.optimizer.name, precision=train.precision, activations=train.activations, stages=section.stages,
+            micro_batches=train.micro_batches, time_limit=section.time_limit, progress=say,
+        )  # fmt: skip
+    for words in dict.fromkeys(str(each.message) for each in caught):
+        say(f"warning: {words}")
     known = {key: str(value) for key, value in config.model.settings.items()}
     settings = tuple({"batch": str(train.batch), "seq": str(config.data.seq or 0), **known}.items())
     return replace(found, model=replace(found.model, name=config.model.name, settings=settings))

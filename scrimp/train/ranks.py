@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scrimp.errors import RunError
+
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -50,7 +52,7 @@ class Ranks:
         return sum(float(each[0]) for each in every) / self.world, max(int(each[1]) for each in every)
 
     def leave(self) -> None:
-        if self.group is not None and dist.is_initialized():
+        if dist.is_available() and dist.is_initialized() and (self.made or self.group is not None):
             dist.destroy_process_group(None if self.made else self.group)
         self.group = None
 
@@ -62,7 +64,10 @@ def join(device: str | None) -> Ranks:
         cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        dist.init_process_group("nccl" if cuda else "gloo")
+        try:
+            dist.init_process_group("nccl" if cuda else "gloo")
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RunError(_not_met(str(error).partition("\n")[0])) from error
         made = True
     if not dist.is_available() or not dist.is_initialized():
         return Ranks()
@@ -70,6 +75,15 @@ def join(device: str | None) -> Ranks:
     local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     group = dist.new_group(backend="gloo") if world > 1 else None
     return Ranks(rank=rank, world=world, local=local, here=here, group=group, made=made)
+
+
+def _not_met(why: str) -> str:
+    address = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
+    return (
+        f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not meet the others at {address}: {why}; check that "
+        "this address is that of the first machine, that its port is open and free, and that all machines were started; "
+        "torchrun --rdzv-endpoint HOST:PORT sets it"
+    )
 
 
 def restarted() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from scrimp.train.loop import Loop, Stopped
 from scrimp.train.model.build import Built, model_to_train
 from scrimp.train.optimizer import exchange_of, optimizer_of
 from scrimp.train.planning import plan_of
-from scrimp.train.preflight.check import findings, line, refuse
+from scrimp.train.preflight.check import Finding, findings, line, refuse
 from scrimp.train.preflight.machine import machine_of
 from scrimp.train.preflight.needs import Shape, needs_of, numels
 from scrimp.train.ranks import Ranks, join, restarted
@@ -85,12 +85,16 @@ class _Run:
         built = model_to_train(config.model.name, config.model.settings)
         batches, sample = self._data(built)
         optimizer = optimizer_of(config.optimizer, factor_of(config.schedule, config.train.steps))
-        self._preflight(built, optimizer, device, start, dry_run=dry_run)
         cluster = self._cluster(device)
+        elsewhere = cluster if dry_run and config.cluster.name != AUTO else None
+        found = self._preflight(built, optimizer, device, start, elsewhere, dry_run=dry_run)
+        if not dry_run:
+            refuse(found)
         plan = self._plan(built, sample, cluster, start)
         if dry_run:
             for words in rehearsed(config, built.model, on_meta(sample, config.train.batch), cluster, plan, optimizer, self.say):
                 self.say(words)
+            refuse(found)
             return Outcome(folder=self.folder, steps=0, first=ranks.first)
         self._agree_on_signal()
         torch.manual_seed(config.train.seed)
@@ -175,25 +179,34 @@ class _Run:
         self.say(f"data: {split.training:,} samples to train on" + (f", {split.held_out:,} held out" if split.held_out else ""))
         return Batches(samples, split, batch=config.train.batch, seed=config.train.seed), samples[0]
 
-    def _preflight(self, built: Built, optimizer: Optimizer, device: torch.device, start: Start, *, dry_run: bool) -> None:
+    def _preflight(
+        self, built: Built, optimizer: Optimizer, device: torch.device, start: Start, elsewhere: Cluster | None, *, dry_run: bool
+    ) -> list[Finding]:
+        """`elsewhere`: the cluster that a dry run is for; its host memory counts, in place of this machine's."""
         config, ranks = self.config, self.ranks
         disk = None if config.memory.disk is None else Path(config.memory.disk)
         machine = machine_of(self.folder, disk, measure=ranks.local == 0)
+        world, here, budget, cuda = ranks.world, ranks.here, _budget(config, device), device.type == "cuda"
+        if elsewhere is not None and elsewhere.hardware is not None:
+            built_of = elsewhere.hardware
+            world, here, cuda = built_of.devices, built_of.devices_per_node, built_of.kind != "CPU"
+            budget = _given(config.memory.device, built_of.device_memory_nbytes) if cuda else 0
+            machine = replace(machine, host_nbytes=built_of.host_memory_nbytes, shm_nbytes=None)
+            self.say(f"the preflight is for {world} {built_of.kind}; disks and torch are those of this machine")
         saves = 1 + (config.train.steps // config.checkpoint.every if config.checkpoint.every else 0)
         there = 0 if start.checkpoint is None else len([*start.checkpoint.parent.glob("step-*/manifest.json")])
         shape = Shape(
-            world=ranks.world, here=ranks.here, device_nbytes=_budget(config, device), cuda=device.type == "cuda",
-            host_nbytes=machine.host_nbytes if config.memory.host == AUTO else parse_nbytes(config.memory.host),
+            world=world, here=here, device_nbytes=budget, cuda=cuda, host_nbytes=_given(config.memory.host, machine.host_nbytes),
             replicated=config.exchange.kind == "sparse" and config.exchange.mesh is None and config.cluster.plan == NONE,
             disk=disk is not None, saves=saves, keep=config.checkpoint.keep, there=there,
         )  # fmt: skip
         numel, trained = numels(built.model)
         needs = needs_of(numel, trained, config.train.precision, optimizer, shape)
         self.say(f"model: {numel:,} parameters, {format_nbytes(needs.model_nbytes)} of weights, masters and optimizer states")
-        found = findings(needs, machine, saving=True, launching=dry_run and ranks.world == 1)
+        found = findings(needs, machine, saving=True, launching=dry_run and ranks.world == 1 and world > 1)
         for each in found:
             self.say(line(each))
-        refuse(found)
+        return found
 
     def _cluster(self, device: torch.device) -> Cluster | None:
         """None where the devices are not known, and nothing needs them."""
@@ -258,6 +271,8 @@ def _budget(config: Config, device: torch.device) -> int:
     """Of one rank on a GPU; 0 on a CPU, whose device is the host."""
     if device.type != "cuda":
         return 0
-    if config.memory.device != AUTO:
-        return parse_nbytes(config.memory.device)
-    return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
+    return _given(config.memory.device, int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE))
+
+
+def _given(size: int | str, otherwise: int) -> int:
+    return otherwise if size == AUTO else parse_nbytes(size)

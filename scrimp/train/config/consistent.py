@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from scrimp.errors import ScrimpError
-from scrimp.train.config.resolved import Resolved
+from scrimp.train.config.resolved import SET, Resolved
 from scrimp.train.config.sections import AUTO, NONE
 
 SOURCES = ("text", "tokens", "dataset", "function")
 ADAMW, SGD = ("betas", "eps", "state"), ("momentum", "dampening", "nesterov")
 SPARSE = ("density", "warm_up", "values", "residual", "mesh", "axis")
+FALLING = ("linear", "cosine")
 PLANNING = ("mesh", "objective", "stages", "reserve", "time_limit")
 
 
@@ -19,19 +20,30 @@ def check_consistent(resolved: Resolved) -> None:
         found = f"it has {' and '.join(sources)}" if sources else "it has none of them"
         raise ScrimpError(f"{name}: [data] takes exactly one of {', '.join(SOURCES)}; {found}")
     source = sources[0]
-    _no_effect(resolved, "data", ("split", "column"), source == "dataset", f"with {source}")
-    _no_effect(resolved, "data", ("dtype",), source == "tokens", f"with {source}")
-    _no_effect(resolved, "data", ("seq",), source != "function", "with function, which makes the samples")
-    _no_effect(resolved, "tokenizer", ("name",), source in ("text", "dataset"), f"with data.{source}, which needs no tokenizer")
-    optimizer = config.optimizer.name
-    _no_effect(resolved, "optimizer", ADAMW, optimizer == "adamw", f"with name = '{optimizer}'")
-    _no_effect(resolved, "optimizer", SGD, optimizer == "sgd", f"with name = '{optimizer}'")
-    _no_effect(resolved, "exchange", SPARSE, config.exchange.kind == "sparse", f"with kind = '{config.exchange.kind}'")
-    _no_effect(resolved, "exchange", ("mesh",), config.cluster.plan == NONE, "with a plan, which has a mesh; use exchange.axis")
-    _no_effect(resolved, "exchange", ("axis",), config.cluster.plan != NONE, "without a plan")
-    _no_effect(resolved, "cluster", PLANNING, config.cluster.plan == AUTO, f"with plan = '{config.cluster.plan}'")
-    _no_effect(resolved, "schedule", ("final",), config.schedule.kind in ("linear", "cosine"), f"with '{config.schedule.kind}'")
-    _no_effect(resolved, "validation", ("share", "batches"), config.validation.every > 0, "with every = 0")
+    optimizer, kind, plan = config.optimizer.name, config.exchange.kind, config.cluster.plan
+    # Keys, the key that decides whether they are used, whether they are, and the words of the error.
+    rows: list[tuple[str, tuple[str, ...], str, bool, str]] = [
+        ("data", ("split", "column"), f"data.{source}", source == "dataset", f"with {source}"),
+        ("data", ("dtype",), f"data.{source}", source == "tokens", f"with {source}"),
+        ("data", ("seq",), "data.function", source != "function", "with function, which makes the samples"),
+        (
+            "tokenizer",
+            ("name",),
+            f"data.{source}",
+            source in ("text", "dataset"),
+            f"with data.{source}, which needs no tokenizer",
+        ),
+        ("optimizer", ADAMW, "optimizer.name", optimizer == "adamw", f"with name = '{optimizer}'"),
+        ("optimizer", SGD, "optimizer.name", optimizer == "sgd", f"with name = '{optimizer}'"),
+        ("exchange", SPARSE, "exchange.kind", kind == "sparse", f"with kind = '{kind}'"),
+        ("exchange", ("mesh",), "cluster.plan", plan == NONE, "with a plan, which has a mesh; use exchange.axis"),
+        ("exchange", ("axis",), "cluster.plan", plan != NONE, "without a plan"),
+        ("cluster", PLANNING, "cluster.plan", plan == AUTO, f"with plan = '{plan}'"),
+        ("schedule", ("final",), "schedule.kind", config.schedule.kind in FALLING, f"with '{config.schedule.kind}'"),
+        ("validation", ("share", "batches"), "validation.every", config.validation.every > 0, "with every = 0"),
+    ]
+    for section, keys, decided, used, why in rows:
+        _no_effect(resolved, section, () if used else keys, decided, why)
     if config.schedule.warm_up > config.train.steps:
         raise ScrimpError(
             f"{name}: [schedule] warm_up is {config.schedule.warm_up} steps, and [train] steps is {config.train.steps}: "
@@ -46,8 +58,9 @@ def check_consistent(resolved: Resolved) -> None:
             raise ScrimpError(f"{name}: [[optimizer.groups]] number {number} has no params, a pattern such as '*.bias'")
 
 
-def _no_effect(resolved: Resolved, section: str, keys: tuple[str, ...], used: bool, why: str) -> None:
-    for key in keys if not used else ():
-        if resolved.differs(section, key):
-            where = resolved.origins[f"{section}.{key}"]
+def _no_effect(resolved: Resolved, section: str, keys: tuple[str, ...], decided: str, why: str) -> None:
+    """`decided`: the key that makes these unused. Where --set changed it, keys of the file may stay."""
+    for key in keys:
+        where = resolved.origins[f"{section}.{key}"]
+        if resolved.differs(section, key) and not (resolved.origins[decided] == SET != where):
             raise ScrimpError(f"{where}: [{section}] {key} has no effect {why}; leave it out")

@@ -35,7 +35,7 @@ def keys_of(section: Any) -> dict[str, Key]:
 
 
 def whole(default: int | None, meaning: str, *, least: int = 1, most: int = LARGEST) -> Any:
-    words = f"a whole number from {least} to {most:,}"
+    words = f"a whole number of {least} or more" if most == LARGEST else f"a whole number from {least} to {most:,}"
     return _key(default, words, lambda value: _is_int(value) and least <= value <= most, meaning)
 
 
