@@ -7,7 +7,8 @@ Out:  tables on the terminal, files, an exit code: 0 done, 1 failed, 2 wrong usa
     _app.py         the commands, their options and help
     _end.py         error handling: one message, an exit code, no traceback
     _plan.py, _plan_check.py, _move.py, _clusters.py, _probe.py, _doctor.py, _diff.py, _rehearse.py    one file per command
-    _models.py, _set.py, _files.py, _importable.py    parsing of MODEL and --set, checks of files and modules
+    _explained.py, _files.py    checks of --explain and of files
+    training/       `scrimp train`, `scrimp top`
     runs/           `scrimp report`, `scrimp compare`
     demo/           `scrimp demo`
     rules/          `scrimp rules`

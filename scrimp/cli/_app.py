@@ -20,6 +20,7 @@ from scrimp.cli._end import UsageError, ending, typed
 from scrimp.cli.checkpoints.app import app as checkpoint_app
 from scrimp.cli.rules.app import app as rules_app
 from scrimp.cli.runs.commands import compare, report
+from scrimp.cli.training.commands import TrainCommand, top, train
 from scrimp.errors import ScrimpError
 
 COLUMNS = 80  # where there is no terminal
@@ -44,6 +45,8 @@ app = typer.Typer(
 )
 app.add_typer(rules_app)
 app.add_typer(checkpoint_app)
+app.command(cls=TrainCommand)(train)
+app.command()(top)
 app.command()(report)
 app.command()(compare)
 
@@ -77,6 +80,7 @@ def root(
 
     Examples
       scrimp demo
+      scrimp train examples/gpt.toml
       scrimp plan gpt-tiny --cluster 8xA100-80 --batch 64
       scrimp move --mesh x=2,y=4 --shape 8192,8192 "\[x,y]" "\[y,x]"
     """

@@ -11,6 +11,7 @@ from scrimp.cli.render.table import print_table
 from scrimp.cluster import KINDS, Cluster, Hardware, Link, hardware
 from scrimp.errors import ScrimpError
 from scrimp.ledger import format_nbytes
+from scrimp.train import cluster_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,11 +29,6 @@ def show(console: Console, *, name: str | None, json_file: Path | None) -> None:
     _one(console, cluster)
     if json_file is not None:
         write(json_file, cluster.to_json() + "\n")
-
-
-def cluster_of(text: str) -> Cluster:
-    """Loads a file, known by its ending, else a preset."""
-    return Cluster.load(Path(text)) if text.endswith((".toml", ".json")) else Cluster.preset(text)
 
 
 def _kinds(console: Console) -> None:

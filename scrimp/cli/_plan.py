@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from scrimp._arguments import KEEP
-from scrimp.cli._clusters import cluster_of
 from scrimp.cli._end import typed
+from scrimp.cli._explained import check_explained
 from scrimp.cli._files import write
-from scrimp.cli._models import check_explained, model_and_batch
 from scrimp.cli._plan_check import number_of
 from scrimp.cli.render.choices import show_choices
 from scrimp.cli.render.table import print_table, print_words
 from scrimp.errors import FitError, PlanWarning
 from scrimp.planner import Comparison, compare, limit_of, plan
+from scrimp.train import cluster_of, model_and_batch
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scrimp.cli._clusters import cluster_of
 from scrimp.cli._end import typed
 from scrimp.cli._files import check_writable, write
 from scrimp.cli.render.table import print_table
 from scrimp.cluster import Cluster
 from scrimp.errors import ScrimpError
+from scrimp.train import cluster_of
 
 if TYPE_CHECKING:
     from rich.console import Console

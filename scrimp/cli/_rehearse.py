@@ -10,13 +10,13 @@ import typer
 
 from scrimp.cli._end import typed
 from scrimp.cli._files import write
-from scrimp.cli._models import model_and_batch
-from scrimp.cli._plan_check import BATCH, FUNCTION, SEQ, check_model, kind_of
+from scrimp.cli._plan_check import BATCH, SEQ
 from scrimp.cli.render.table import print_table, print_words
 from scrimp.errors import ScrimpError
 from scrimp.ledger import format_nbytes
 from scrimp.planner import Plan
 from scrimp.rehearsal import Rehearsal, rehearse, rehearse_all
+from scrimp.train import FUNCTION, check_model, kind_of, model_and_batch
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,6 +10,7 @@ Read in this order:
     writing.py       `write` and `compare`
     run_folder.py    `Run`, the format of a run folder, and its reader and writer
     metrics.py       the metrics file: one line per step
+    line.py          a step as a line of text
     timeline.py      measured and predicted bytes of a step, on one axis
     figures.py       charts as data
     run_view.py, plan_view.py    the panels of a run and of a plan
@@ -28,24 +29,29 @@ from scrimp._lazy import lazily
 
 if TYPE_CHECKING:
     from scrimp.report.compare_page import figure_rows, named_apart, peak_rows
+    from scrimp.report.files import replace_text
     from scrimp.report.html import Cell
+    from scrimp.report.line import StepLine, line_of
     from scrimp.report.metrics import MetricsFile, read_metrics
     from scrimp.report.run_folder import Run, RunWriter, finite, read, read_plan, rehearsal_of
     from scrimp.report.tensorboard import write_events
     from scrimp.report.writing import compare, write
 
 __all__ = [
-    "Cell", "MetricsFile", "Run", "RunWriter", "compare", "figure_rows", "finite", "named_apart", "peak_rows", "read",
-    "read_metrics", "read_plan", "rehearsal_of", "write", "write_events",
+    "Cell", "MetricsFile", "Run", "RunWriter", "StepLine", "compare", "figure_rows", "finite", "line_of", "named_apart",
+    "peak_rows", "read", "read_metrics", "read_plan", "rehearsal_of", "replace_text", "write", "write_events",
 ]  # fmt: skip
 
 __getattr__ = lazily(
     __name__,
     {
+        "replace_text": "scrimp.report.files",
         "Cell": "scrimp.report.html",
         "figure_rows": "scrimp.report.compare_page",
         "named_apart": "scrimp.report.compare_page",
         "peak_rows": "scrimp.report.compare_page",
+        "StepLine": "scrimp.report.line",
+        "line_of": "scrimp.report.line",
         "MetricsFile": "scrimp.report.metrics",
         "read_metrics": "scrimp.report.metrics",
         "Run": "scrimp.report.run_folder",

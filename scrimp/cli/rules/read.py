@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from scrimp.cli._importable import importable
-from scrimp.cli._set import pairs
 from scrimp.errors import ScrimpError
 from scrimp.move import ITEMSIZE
+from scrimp.train import importable, pairs
 
 _SHAPE = re.compile(r"(scalar|[0-9]{1,18}(?:x[0-9]{1,18})*)(?::([a-z0-9_]+))?")
 

@@ -7,8 +7,9 @@ at every step for a metrics file, else when it draws a line.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -22,14 +23,17 @@ from rich.table import Column
 
 from scrimp.engine.observe.record import Recorder
 from scrimp.errors import RunError
-from scrimp.ledger import format_nbytes
 from scrimp.move import received_nbytes
-from scrimp.report import MetricsFile
+from scrimp.report import MetricsFile, StepLine
 
 if TYPE_CHECKING:
     from scrimp.engine._engine import Engine
 
 DRAW_SECONDS, LINE_SECONDS, LINES = 0.1, 10.0, 10  # on a terminal; elsewhere at least that often, and that many lines per run
+OWN = {
+    "step", "seconds", "tokens_per_second", "device_peak_nbytes", "host_nbytes", "up_nbytes", "down_nbytes", "skipped", "lr",
+    "mfu",
+}  # fmt: skip
 WINDOW = 20  # steps over which speed and the time to go are averaged
 
 
@@ -51,6 +55,8 @@ class Reading:
     received_nbytes: int | None  # from other ranks; None if there are none
     disk: dict[str, float | str]  # empty if no disk is used
     save_waited_seconds: float | None  # of updates, for a save in the background; None if there was none
+    mfu: float | None = None
+    more: dict[str, float] = field(default_factory=dict)  # the user's figures
 
 
 class Progress:
@@ -58,6 +64,11 @@ class Progress:
     after each step. `steps` counts from the very first, so a resumed run goes on where it was; `tokens` are the step's,
     over all ranks; `quiet` shows nothing but still writes the metrics. `run`: a folder for all that `scrimp report` shows, the
     metrics among it. At the end the machine is measured for it, once per process, for up to three seconds.
+
+    `every`: steps between lines where the output is no terminal. `flops`: of the model in a step, over all ranks, and
+    `flops_per_second` of all devices together: with both there is an MFU. `progress.update(loss, tokens, name=figure)` adds your
+    own figures to the line and the metrics. What runs in a `with progress.paused():` block, such as an evaluation, does not count
+    into the seconds of a step.
 
     >>> import scrimp
     >>> from scrimp import zoo
@@ -78,6 +89,9 @@ class Progress:
         metrics: str | Path | None = None,
         run: str | Path | None = None,
         quiet: bool = False,
+        every: int | None = None,
+        flops: float | None = None,
+        flops_per_second: float | None = None,
         console: Console | None = None,
     ) -> None:
         self.engine = engine._run
@@ -86,6 +100,8 @@ class Progress:
         self.console = (console or Console(stderr=True)) if first and not quiet else None
         if run is not None and metrics is not None:
             raise RunError("a run folder has a metrics file already: give Progress either run or metrics")
+        self._every = every
+        self._least_seconds = flops / flops_per_second if flops and flops_per_second else None  # of a step, at the full rate
         self._path = metrics if first else None
         self._folder = run if first else None
         self._recorder: Recorder | None = None
@@ -120,19 +136,33 @@ class Progress:
         if self._file is not None:
             self._file.close()
         if self._recorder is not None:
-            self._recorder.close()
+            self._recorder.close(measure=error is None)
         self._began = None
 
-    def update(self, loss: torch.Tensor | float, tokens: int = 0) -> None:
-        """Record a finished step with its loss."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of this block belongs to no step."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            if self._began is not None:
+                self._began += perf_counter() - start
+
+    def update(self, loss: torch.Tensor | float, tokens: int = 0, **figures: float) -> None:
+        """Record a finished step with its loss, and figures of your own."""
         if self._began is None:
             raise RunError(
                 "progress.update() outside of its block: write `with scrimp.Progress(engine) as progress:` around the loop"
             )
         if self.console is None and self._file is None:
             return
+        if figures.keys() & OWN:
+            raise RunError(
+                f"progress.update({', '.join(sorted(figures.keys() & OWN))}=...): the metrics have a figure of that name"
+            )
         now = perf_counter()
-        reading = self._read(loss, tokens, now - self._began)
+        reading = self._read(loss, tokens, now - self._began, figures)
         self._began = now
         if len(self._recent) == 1 and self._first:
             self._recent.clear()  # drop the first step, which traces and warms up, once there is another
@@ -146,7 +176,7 @@ class Progress:
         if self.console is not None and self._is_due(now, reading.step + 1):
             self._show(reading)
 
-    def _read(self, loss: torch.Tensor | float, tokens: int, seconds: float) -> Reading:
+    def _read(self, loss: torch.Tensor | float, tokens: int, seconds: float, figures: dict[str, float]) -> Reading:
         engine, step = self.engine, self.engine.steps - 1
         before = self._traffic
         self._count_traffic()
@@ -167,6 +197,8 @@ class Progress:
             received_nbytes=received if engine.wire.world > 1 else None,
             disk=engine.store.spill.figures(read, written),
             save_waited_seconds=engine.saves.lap(),
+            mfu=None if self._least_seconds is None else self._least_seconds / max(seconds, 1e-9),
+            more=figures,
         )
 
     def _count_traffic(self) -> None:
@@ -180,6 +212,8 @@ class Progress:
         when, before = self._shown
         if self._bar is not None:
             return now - when >= DRAW_SECONDS
+        if self._every is not None:
+            return done % self._every == 0
         crossed = self.steps is not None and done * LINES // max(self.steps, 1) != before * LINES // max(self.steps, 1)
         return crossed or now - when >= LINE_SECONDS
 
@@ -195,24 +229,25 @@ class Progress:
             self._bar.update(self._task, description=text, completed=done, refresh=True)
 
     def _text(self, reading: Reading, done: int) -> str:
-        """The line, most important part first, because a narrow terminal may wrap it."""
         seconds = sum(seconds for seconds, _ in self._recent) or 1e-9
         tokens = sum(tokens for _, tokens in self._recent)
-        parts = [f"step {done}" if self.steps is None else f"step {done}/{self.steps}", f"loss {float(reading.loss):.4f}"]
-        if reading.skipped:
-            parts.append(f"{reading.skipped} skipped")
-        if tokens:
-            parts.append(f"{tokens / seconds:,.0f} tokens/s")
-        if self.steps is not None:
-            left = max(self.steps - done, 0) * seconds / len(self._recent)
-            parts.append(f"eta {timedelta(seconds=round(left))}")
-        budget = format_nbytes(self.engine.budget.device_nbytes)
-        parts.append(
-            f"device {format_nbytes(reading.device_nbytes)}, peak {format_nbytes(reading.device_peak_nbytes)} of {budget}"
+        each = seconds / len(self._recent)
+        return str(
+            StepLine(
+                done=done,
+                steps=self.steps,
+                loss=float(reading.loss),
+                skipped=reading.skipped,
+                tokens_per_second=tokens / seconds if tokens else None,
+                mfu=None if self._least_seconds is None else self._least_seconds / each,
+                seconds_left=None if self.steps is None else max(self.steps - done, 0) * each,
+                device_nbytes=(reading.device_nbytes, reading.device_peak_nbytes, self.engine.budget.device_nbytes),
+                host_nbytes=reading.host_nbytes,
+                up_nbytes=reading.up_nbytes,
+                down_nbytes=reading.down_nbytes,
+                more=reading.more,
+            )
         )
-        parts.append(f"host {format_nbytes(reading.host_nbytes)}")
-        parts.append(f"up {format_nbytes(reading.up_nbytes)}, down {format_nbytes(reading.down_nbytes)} a step")
-        return "  ".join(parts)
 
 
 def _row(reading: Reading) -> dict[str, object]:
@@ -228,5 +263,11 @@ def _row(reading: Reading) -> dict[str, object]:
         "skipped": reading.skipped,
         **reading.disk,
     }
-    more = {"lr": reading.lr, "received_nbytes": reading.received_nbytes, "save_waited_seconds": reading.save_waited_seconds}
+    more = {
+        "lr": reading.lr,
+        "received_nbytes": reading.received_nbytes,
+        "save_waited_seconds": reading.save_waited_seconds,
+        "mfu": reading.mfu,
+        **reading.more,
+    }
     return {**row, **{name: value for name, value in more.items() if value is not None}}

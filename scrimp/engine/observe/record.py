@@ -39,14 +39,14 @@ class Recorder:
             self._traced = True
             self._try("trace.json", trace)
 
-    def close(self) -> None:
-        """The bound measures the machine, once per process, for up to three seconds."""
+    def close(self, *, measure: bool = True) -> None:
+        """`measure`: also write the bound, which measures the machine, once per process, for up to three seconds."""
         engine = self.engine
         self._try("run.json", run_data(engine, self.folder.began, _now()))
         trace = trace_data(engine)
         if trace is not None:
             self._try("trace.json", trace)
-        found = _bound(engine)
+        found = _bound(engine) if measure else None
         if found is not None:
             self._try("bound.json", found)
 

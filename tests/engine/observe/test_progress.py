@@ -125,6 +125,43 @@ def test_tokens_and_time_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "24 tokens/s  eta 0:08:20" in shown(console)  # 12 tokens and half a second a step
 
 
+def test_mfu_where_flops_and_rate_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(progress_module, "perf_counter", Clock(0.5))
+    engine, console = engine_of(), plain()
+    settings: dict[str, Any] = {"flops": 2e9, "flops_per_second": 1e10, "console": console, "metrics": tmp_path / "m.jsonl"}
+    with Progress(engine, **settings) as progress:
+        train(engine, progress, 1)
+    assert "tokens/s  mfu 40.0%" in shown(console)  # 0.2 of 0.5 seconds
+    assert scrimp.read_metrics(tmp_path / "m.jsonl")[0]["mfu"] == pytest.approx(0.4)
+    with Progress(engine, flops=2e9, console=console, metrics=tmp_path / "n.jsonl") as progress:
+        train(engine, progress, 1)
+    assert "mfu" not in scrimp.read_metrics(tmp_path / "n.jsonl")[0]
+
+
+def test_a_line_every_few_steps() -> None:
+    engine, console = engine_of(), plain()
+    with Progress(engine, steps=10, every=3, console=console) as progress:
+        train(engine, progress, 10)
+    assert [line.split()[1] for line in shown(console).splitlines()] == ["1/10", "3/10", "6/10", "9/10", "10/10"]
+
+
+def test_figures_of_the_user_and_time_that_belongs_to_no_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = Clock(0.5)
+    monkeypatch.setattr(progress_module, "perf_counter", clock)
+    engine, console = engine_of(), plain()
+    with Progress(engine, console=console, metrics=tmp_path / "m.jsonl") as progress:
+        with progress.paused():
+            clock.now += 100
+        engine.step(torch.ones(3, 4))
+        progress.update(1.0, tokens=12, validation_loss=2.5)
+        with pytest.raises(RunError, match=r"update\(lr=...\): the metrics have a figure of that name"):
+            progress.update(1.0, lr=3.0)
+    assert "loss 1.0000  validation loss 2.5000" in shown(console)
+    (row,) = scrimp.read_metrics(tmp_path / "m.jsonl")
+    assert row["validation_loss"] == 2.5
+    assert row["seconds"] < 10
+
+
 def test_the_slow_first_step_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(50.0)
     monkeypatch.setattr(progress_module, "perf_counter", clock)

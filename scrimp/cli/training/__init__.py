@@ -1,0 +1,1 @@
+"""`scrimp train` and `scrimp top`."""

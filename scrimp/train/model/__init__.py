@@ -1,0 +1,1 @@
+"""Models named by the user: checked without torch, then built."""
