@@ -16,6 +16,7 @@ Read in this order:
     _training.py  `Training`: all parts of an engine, and the step as a sequence of phases
     _eager_passes.py  forward and backward of the model itself; `lowered/passes.py` is the other way
     setup/        arguments, budget, first placement; the engine adopts the model's parameters
+    sources/      weights in another library's format or under its names: DCP folders, names that transformers converts
     step/         one forward and backward: layers are fetched before use and evicted after it; a failed attempt is undone
     lowered/      under a plan: the plan's program runs in place of the model, and model data is sharded as the plan says
     gradients/    how a gradient leaves the model: dense (averaged) or sparse (top-k with error feedback)

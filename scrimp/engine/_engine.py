@@ -50,7 +50,8 @@ class Engine:
 
     Arguments:
         model: Any module whose forward returns a scalar loss, or an output with a `loss`. It may be on the meta device.
-        weights: Values for the model: a state dict, a .safetensors file, or a Hugging Face folder.
+        weights: Values for the model: a state dict, a .safetensors file, a Hugging Face folder, or a folder of
+            torch.distributed.checkpoint.
         plan: A `Plan` of this model, made by `scrimp.plan` or `Plan.load`: every rank runs its part of every operator as the plan
             says. `step` then takes the global batch, or this rank's part of it (`batch_part`).
         optimizer: `AdamW(...)`, `SGD(...)`, "adamw" or "sgd".

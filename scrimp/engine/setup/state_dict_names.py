@@ -2,7 +2,7 @@
 
 A tied parameter has several names in the model, and files mostly hold one of them. A Hugging Face model with a head has its base
 model under `base_model_prefix`: a file of the base model alone lacks the prefix, and a file of a model with a head has it where
-the base model does not.
+the base model does not. Where transformers itself converts names, as it joins the experts of Mixtral, so does this.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from scrimp.engine.setup.weight_sources import Weights
+from scrimp.engine.sources.conversion_private import converted
 from scrimp.errors import RunError
 
 SHOWN = 5
@@ -24,7 +25,8 @@ class Match:
     """Reads values by model name: `read(name)` takes the first name that a parameter or persistent buffer has in the model."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
-        self.weights = weights
+        names = {name for group, _ in _groups(model) for name in group}
+        self.weights = weights = converted(model, weights, names)
         held = weights.shapes
         rename, ours = _prefix(model, held)
         self._names: dict[str, list[str]] = {}  # first name in the model -> names in the weights

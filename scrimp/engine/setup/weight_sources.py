@@ -1,7 +1,7 @@
-"""Sources of weights: a mapping, a .safetensors file, or a Hugging Face folder; read one tensor at a time.
+"""Sources of weights: a mapping, a .safetensors file, a Hugging Face folder, or a DCP folder; read one tensor at a time.
 
 A file is reopened for every tensor, because an open one keeps every page that was read mapped, which would become a second copy
-of the model in memory. Nothing is ever unpickled.
+of the model in memory. Nothing is unpickled but a DCP folder, by unpicklers that call nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
+from scrimp.engine.sources.dcp_private import DcpFolder, is_dcp
 from scrimp.errors import RunError
 
 Source: TypeAlias = Mapping[str, torch.Tensor] | str | Path
@@ -88,6 +89,8 @@ class _Files:
 
 
 def _folder(folder: Path) -> Weights:
+    if is_dcp(folder):
+        return DcpFolder(folder)
     if (folder / INDEX).exists():
         return _Files(str(folder), _shards(folder / INDEX))
     if (folder / ONE).exists():

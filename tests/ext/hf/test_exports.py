@@ -64,7 +64,7 @@ def loaded(folder: Path) -> Any:
 def test_transformers_loads_it_with_equal_logits(kind: str, tmp_path: Path) -> None:
     engine = trained(kind)
     want = logits(engine)
-    files = hf.export(engine, tmp_path / "engine", max_shard="20KB")
+    files = hf.export(engine, tmp_path / "engine", max_shard="10KB")
     assert len(files) > 2
     names = json.loads((tmp_path / "engine" / "model.safetensors.index.json").read_text())["weight_map"]
     assert sorted({*names.values()}) == files
@@ -101,18 +101,12 @@ def test_config_and_tokenizer_files_come_along(tmp_path: Path) -> None:
     engine = trained("llama")
     source = tmp_path / "source"
     source.mkdir()
-    for name in (
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "notes.txt",
-    ):
+    kept = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    for name in (*kept, "model.safetensors", "notes.txt"):
         (source / name).write_text(json.dumps({"from": "source"}))
     hf.export(engine, tmp_path / "out", files_from=source)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"}
+    assert names == {*kept, "model.safetensors"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]  # the engine's model knows better than the folder
     engine.close()
@@ -138,17 +132,15 @@ def test_ranks_export_what_one_would(planned: bool, tmp_path: Path) -> None:
     plan = planned_of("gpt-tiny", {}, "x=2", "zero-3").to_json() if planned else None
     pool(2).run(jobs.exports, "gpt-tiny", plan, str(tmp_path), timeout_seconds=120)
     one, state = load_file(tmp_path / "one.safetensors"), torch.load(tmp_path / "state.pt")
-    assert one.keys() == state.keys()
-    assert all(torch.equal(one[name], state[name]) for name in state)
+    assert {*state} - {*one} == {"head.weight"}  # tied to the embedding
+    assert all(torch.equal(one[name], state[name]) for name in one)
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     engine = engine_for(model_of("gpt-tiny"))
     run(engine, batches_of("gpt-tiny")[:1])
     engine.save(tmp_path / "ckpt")
-    with pytest.raises(
-        CheckpointError, match=r"because the model has no config: give files_from= \(--files-from\) a Hugging Face"
-    ):
+    with pytest.raises(CheckpointError, match=r"because the model has no config: give files_from= \(--files-from\) a"):
         hf.export(engine, tmp_path / "out")
     with pytest.raises(CheckpointError, match="because a checkpoint has no config"):
         hf.export(tmp_path / "ckpt", tmp_path / "out")
@@ -159,7 +151,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists, and is not an empty folder"):
         hf.export(engine, tmp_path / "ckpt", files_from=tmp_path)
     (tmp_path / "ckpt" / "rank-0.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="rank-0.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"rank-0\.safetensors is damaged"):
         hf.export(tmp_path / "ckpt", tmp_path / "one.safetensors")
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt"}
     engine.close()
@@ -231,16 +223,25 @@ def wide_model(width: int) -> torch.nn.Module:
     return Model()
 
 
-@pytest.mark.parametrize("kind", ["engine", pytest.param("checkpoint", marks=pytest.mark.full)])
-def test_memory_does_not_grow_with_the_model(kind: str, tmp_path: Path) -> None:
-    """Parts of 4 million elements in fp32, what they are cast to, and torch's own: below 64 MiB, of 13M parameters as of 50M."""
-    for width in (1024, 4096):
-        folder = tmp_path / str(width)
-        folder.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, str(width), kind, str(folder)], capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stderr
-        more, numel = map(int, done.stdout.split())
-        assert numel > 12_000 * width
-        assert more < 64 << 20, f"{more} more bytes for {numel} parameters"
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [
+        ("engine", 2048),
+        pytest.param("engine", 4096, marks=FULL),
+        pytest.param("checkpoint", 2048, marks=FULL),
+        pytest.param("checkpoint", 4096, marks=FULL),
+    ],
+)
+def test_memory_does_not_grow_with_the_model(kind: str, width: int, tmp_path: Path) -> None:
+    """A part of 4 million elements in fp32, what it is made of, and what is written: 48 MiB, and the allocator's rest.
+    The model takes 104 or 208 MB, and its embedding a third of that."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(width), kind, str(tmp_path)], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    more, numel = map(int, done.stdout.split())
+    assert numel > 12_000 * width
+    assert more < 64 << 20, f"{more} more bytes for {numel} parameters"

@@ -1,0 +1,1 @@
+"""Weights whose format or whose names are another library's: DCP folders, names that transformers converts."""
