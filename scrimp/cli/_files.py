@@ -36,6 +36,6 @@ def load_plan(path: Path) -> Plan:
     try:
         return Plan.load(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ScrimpError(f"{path} cannot be read: {error}") from error
+        raise ScrimpError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except ScrimpError as error:
         raise ScrimpError(f"{path}: {error}") from error

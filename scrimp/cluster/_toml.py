@@ -75,7 +75,7 @@ def read_source(source: str | Path) -> tuple[str, str]:
     try:
         return Path(source).read_text(), str(source)
     except (OSError, UnicodeDecodeError) as error:
-        raise ScrimpError(f"cluster file {source} cannot be read: {error}") from error
+        raise ScrimpError(f"cluster file {source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _is_file(source: str) -> bool:

@@ -2,10 +2,10 @@
 
 In:   models, tensors, optimizers and trainers of other tools. Out:  the same, trained, exchanged or redistributed by scrimp.
 
-    hf/               Hugging Face's Trainer within a memory budget, also TRL's and your own
+    hf/               Hugging Face's Trainer within a memory budget, also TRL's and your own; `export`
     optim.py          `optimizer_of`: torch's optimizers as scrimp's
     ddp.py            `sparse_hook`: sparse exchange in torch's DistributedDataParallel
-    hf/               `hf.export`: weights as a Hugging Face folder
+    lightning/        `Budget`: Lightning's Trainer within a memory budget
     dtensor.py        `redistribute`: moves for torch's DTensor
     dtensor_plans.py  DTensor's own redistribution plans, for comparisons
     ranks.py          a pool of local gloo processes, for tests, benchmarks and the demo

@@ -41,7 +41,7 @@ USAGE = [
     (["clusters", "80000000xH100"], "at most 1,048,576 devices"),
     (["clusters", "8xH100", "--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at; make it first"),
     (["clusters", "8xH100", "--json", "."], "is a folder; give the name of a file"),
-    (["diff", "no.json", "no.json"], "no.json cannot be read"),
+    (["diff", "no.json", "no.json"], "no.json cannot be read: No such file or directory\n"),
     (["demo", "--moves", "--steps", "20"], "--steps has no effect with --moves"),
     (["probe", "--device", "foo"], "--device foo: it is neither 'cuda' nor 'cpu'"),
     (["probe", "--device", ""], "it is neither 'cuda' nor 'cpu'"),

@@ -78,12 +78,19 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+NEEDS = {"docs/howto/lightning.md": "lightning"}  # pages whose code needs a package that scrimp does not
 RUNNABLE = [path for path in PAGES if any(block.runs for block in blocks(path))]
 
 
+@pytest.mark.filterwarnings(  # of Lightning
+    "ignore:The .* does not have many workers",
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated",
+)
 @pytest.mark.parametrize("path", RUNNABLE, ids=name_of)
 def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All Python blocks of a page in one namespace, in order, in a folder that has only the blocks with a title, as files."""
+    if name_of(path) in NEEDS:
+        pytest.importorskip(NEEDS[name_of(path)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_RULES", {**registry._RULES})  # a page may teach rules
     torch.manual_seed(0)
@@ -146,7 +153,14 @@ def test_a_page_of_the_site_links_to_pages_of_the_site(path: Path) -> None:
 def test_the_reference_has_every_public_name() -> None:
     written = "\n".join(path.read_text() for path in sorted((DOCS / "reference").rglob("*.md")))
     assert not [name for name in scrimp.__all__ if f"::: scrimp.{name}\n" not in written]
-    for module in ("scrimp.ext.ddp", "scrimp.ext.dtensor", "scrimp.ext.ranks", "scrimp.rules", "scrimp.zoo"):
+    for module in (
+        "scrimp.ext.ddp",
+        "scrimp.ext.dtensor",
+        "scrimp.ext.lightning",
+        "scrimp.ext.ranks",
+        "scrimp.rules",
+        "scrimp.zoo",
+    ):
         assert f"`{module}`" in written, module
 
 

@@ -20,8 +20,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 DISTRIBUTED = {
     "engine/lowered/dtensors.py", "engine/setup/process_groups.py", "move/run/agree.py", "move/run/channels.py",
     "move/run/comm.py", "move/run/peers.py", "move/run/torch_private.py", "ext/_dtensor_private.py", "ext/dtensor.py",
-    "ext/ddp.py", "ext/dtensor_plans.py", "ext/ranks.py", "cli/demo/moves.py", "cli/demo/train.py", "cli/_doctor.py",
-    "train/ranks.py",
+    "ext/ddp.py", "ext/dtensor_plans.py", "ext/lightning/_ranks.py", "ext/ranks.py", "cli/demo/moves.py", "cli/demo/train.py",
+    "cli/_doctor.py", "train/ranks.py",
 }  # fmt: skip
 
 

@@ -191,14 +191,18 @@ def check_optimizer(optimizer: Optimizer) -> None:
     groups: tuple[tuple[Chosen, Mapping[str, Any]], ...] = optimizer.groups  # type: ignore[assignment]
     for given in (vars(optimizer), *(overrides for _, overrides in groups)):
         for name, value in given.items():
-            if name == "betas":
-                good = len(value) == 2 and all(0 <= beta < 1 for beta in value)
-            elif name in ("lr", "eps", "weight_decay", "momentum"):
-                good = (callable(value) and name == "lr") or 0 <= value < float("inf")
-            else:
+            if name not in ("betas", "lr", "eps", "weight_decay", "momentum"):
                 continue
+            wanted = "two numbers from 0 to below 1" if name == "betas" else "a number of 0 or more"
+            try:
+                if name == "betas":
+                    good = len(value) == 2 and all(0 <= beta < 1 for beta in value)
+                else:
+                    good = (callable(value) and name == "lr") or 0 <= value < float("inf")
+            except TypeError:  # no number
+                good = False
             if not good:
-                raise RunError(f"{type(optimizer).__name__}({name}={value!r}) is not possible")
+                raise RunError(f"{type(optimizer).__name__}({name}={value!r}) is not possible: give {wanted}")
 
 
 def rate(optimizer: Optimizer, step: int) -> float:

@@ -21,6 +21,8 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 
 
 def check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise RunError(f"the model is a {type(model).__name__}; give a torch.nn.Module, such as zoo.build('gpt-tiny')")
     if is_taken(model) or any(isinstance(parameter, EmptyParameter) for parameter in model.parameters()):
         raise RunError("another engine has adopted this model; build a new model, and load what was saved into its engine")
 
@@ -34,7 +36,10 @@ def optimizer_of(given: Optimizer | str | None) -> Optimizer:
             )
         return OPTIMIZERS[given]()
     if given is not None and not isinstance(given, (AdamW, SGD)):
-        raise RunError(f"optimizer is a {type(given).__name__}; give scrimp.AdamW(...) or scrimp.SGD(...), which are plain data")
+        raise RunError(
+            f"optimizer is a {type(given).__name__}; give scrimp.AdamW(...) or scrimp.SGD(...), which are plain data; "
+            "scrimp.ext.optim.optimizer_of makes one from torch's"
+        )
     return AdamW() if given is None else given
 
 
