@@ -252,7 +252,15 @@ class Seq2Seq(WithinBudget, transformers.Seq2SeqTrainer):
 def test_a_sequence_to_sequence_trainer_that_generates(tmp_path: Path) -> None:
     """T5 with a tied embedding, evaluated by what it generates, with batches of a padding collator."""
     config = transformers.T5Config(
-        vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0
+        vocab_size=64,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=3,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=0.1,
+        use_cache=False,
     )
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"][: 6 + k % 3]} for k, row in enumerate(rows(20))]
     runs = []
