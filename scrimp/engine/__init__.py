@@ -22,7 +22,7 @@ Read in this order:
     gradients/    how a gradient leaves the model: dense (averaged) or sparse (top-k with error feedback)
     update/       the global gradient check, then the optimizer on device, host or disk, overlapped with the next step
     schedule/     a traced step becomes a schedule: placement of layers, kept activations, prefetch and eviction
-    entry/        what users call between steps: evaluate, backward/update, full_parameters, save/load, learning rates
+    entry/        what users call between steps: evaluate, backward/update, full_parameters, save/load, learning rates, resize
     observe/      the lower bound of a step, the progress line, what a run folder holds of an engine, memory over the points of
                   a planned step
     chunked_loss.py  cross-entropy that never holds all logits

@@ -124,14 +124,15 @@ def started(
             process.wait()
 
 
-def wait_for_step(run: Run, step: int, seconds: float, alive: Sequence[BaseProcess] = ()) -> None:
-    """Until rank 0 has made so many steps."""
+def wait_for_step(run: Run, step: int, seconds: float, alive: Sequence[BaseProcess | subprocess.Popen[str]] = ()) -> None:
+    """Until rank 0 has made so many steps; no process of `alive` may end before."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if run.log.exists() and any(line["step"] >= step for line in run.lines()):
             return
-        if any(process.exitcode for process in alive):
-            raise AssertionError(f"a rank ended with {[process.exitcode for process in alive]}: {said(run)}")
+        codes = [process.poll() if isinstance(process, subprocess.Popen) else process.exitcode for process in alive]
+        if any(code is not None for code in codes):
+            raise AssertionError(f"processes ended with {codes}: {said(run)}")
         time.sleep(0.05)
     raise AssertionError(f"no step {step} within {seconds:g} s: {said(run)}")
 

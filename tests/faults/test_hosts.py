@@ -27,7 +27,8 @@ def on_host(net: Net, host: int, run: Run) -> list[str]:
     """One rank on a host, by the command that a user gives there."""
     options = (
         "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "faults",
-        "--rdzv-endpoint", f"{net.address(0)}:{PORT}", "--local-addr", net.address(host),
+        "--rdzv-endpoint", f"{net.address(0)}:{PORT}", "--rdzv-conf", f"is_host={int(host == 0)}",
+        "--local-addr", net.address(host),
     )  # fmt: skip
     return ["ip", "netns", "exec", net.space(host), *torchrun(run, *options)]
 
@@ -54,7 +55,7 @@ def test_a_host_that_disappears_is_replaced(tmp_path: Path) -> None:
     with netns.network(ranks=3, mbit=1000) as net:
         commands = [on_host(net, host, run) for host in range(3)]
         with started(commands[:2], logs[:2], ENV) as (first, second):
-            wait_for_step(run, 12, 120)
+            wait_for_step(run, 12, 120, [first, second])
             disappear(net, 1, second)
             before = run.lines()[-1]["step"]
             with started(commands[2:], logs[2:], ENV) as (third,):

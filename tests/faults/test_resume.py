@@ -10,9 +10,11 @@ import torch
 from scrimp.ext.ranks import pool
 from tests.rank_jobs.elastic import faults as jobs
 
+FULL = pytest.mark.full
+
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(4, 2), (2, 4), pytest.param(4, 3, marks=pytest.mark.full), pytest.param(8, 1, marks=pytest.mark.full)]
+    ("before", "after"), [(4, 2), pytest.param(2, 4, marks=FULL), pytest.param(4, 3, marks=FULL), pytest.param(8, 1, marks=FULL)]
 )
 def test_resumed_elsewhere(before: int, after: int, tmp_path: Path) -> None:
     """With three ranks sums are not exact, so only the states are compared."""

@@ -33,6 +33,7 @@ def test_memory_for_no_layer_is_an_error_with_the_ledger_and_no_weight_changes(t
         assert same
 
 
+@pytest.mark.full
 def test_memory_that_runs_short_on_one_rank_leaves_no_rank_hanging(tmp_path: Path) -> None:
     with RankPool(2, timeout_seconds=60, collective_timeout_seconds=4) as ranks:
         said = ranks.run(jobs.memory_runs_short, str(tmp_path), 0.05, [1])

@@ -62,13 +62,11 @@ def resize(engine: Training, given: Group) -> None:
     if new.members == old.members:
         release(new)
         return
-    with _together(everyone):
-        if not old.outside:
-            _settle(engine)
-    tables = [_table(engine, group) for group in (old, new)]
-    with _together(everyone):
-        budget = least_of_all(new.wire, engine.alone.budget)
-        fit = _fit(engine, new, tables[1], budget)
+    try:
+        tables, budget, fit = _prepared(engine, old, new)
+    except ScrimpError:
+        release(new)
+        raise
     groupings = [Grouping(table=table, members=group.members) for table, group in zip(tables, (old, new), strict=True)]
     change = Regrouping(everyone=everyone, old=groupings[0], new=groupings[1], wire=new.wire, host_room_nbytes=fit.room_nbytes)
     try:
@@ -81,6 +79,18 @@ def resize(engine: Training, given: Group) -> None:
         engine.broken = f"engine.resize failed half-way ({type(error).__name__}: {error}); build a new Engine"
         engine.closed = True
         raise
+
+
+def _prepared(engine: Training, old: TrainingGroup, new: TrainingGroup) -> tuple[list[ChunkTable], Budget, Fit]:
+    """Tables of both groups, budget and fit of the new one. An error on one rank is raised on all, and nothing has changed."""
+    with _together(old.everyone):
+        if not old.outside:
+            _settle(engine)
+    tables = [_table(engine, group) for group in (old, new)]
+    with _together(old.everyone):
+        budget = least_of_all(new.wire, engine.alone.budget)
+        fit = _fit(engine, new, tables[1], budget)
+    return tables, budget, fit
 
 
 def leave(engine: Training) -> None:

@@ -11,6 +11,7 @@ import torch
 from scrimp import Engine, zoo
 from scrimp.errors import RunError
 from scrimp.ext.ranks import RankPool, pool
+from tests.engine.lowered.test_planned_faults import plan_of
 from tests.rank_jobs.elastic import resize as jobs
 
 ALL, PAIR, OTHERS, THREE = (0, 1, 2, 3), (0, 1), (2, 3), (0, 1, 2)
@@ -89,6 +90,14 @@ def test_misuse_says_what_to_do(tmp_path: Path) -> None:
             assert part in words
     with pytest.raises(RunError, match="with one rank is not possible: start all ranks that may ever train, with torchrun"):
         Engine(zoo.build("gpt-tiny"), memory="1GiB", device="cpu").resize([0])
+
+
+def test_a_plan_is_for_its_ranks() -> None:
+    for words in pool(2).run(jobs.planned, plan_of("x=2", "zero-1")):
+        assert words == (
+            "engine.resize under a plan is not possible: it is for one number of ranks; save a checkpoint and load it with the "
+            "other number of ranks and another plan"
+        )
 
 
 def test_a_rank_in_another_call_is_named() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from scrimp import SGD, AdamW, Engine, Memory, Sparse, zoo
 from scrimp.errors import ScrimpError
+from tests.rank_jobs.planned_engine import engine_of
 
 ROWS = 24  # of a global batch: for 1, 2, 3 and 4 ranks, in two micro-batches
 Phase = tuple[tuple[int, ...], int]  # members, and steps
@@ -207,6 +208,15 @@ def crossed() -> str:
             engine.step(*zoo.example_batch("gpt-tiny", batch=2))
         else:
             engine.resize(None)
+    except ScrimpError as error:
+        return str(error)
+    return ""
+
+
+def planned(plan: str) -> str:
+    engine = engine_of(plan, "gpt-tiny", {})
+    try:
+        engine.resize([0])
     except ScrimpError as error:
         return str(error)
     return ""
