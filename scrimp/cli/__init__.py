@@ -5,6 +5,7 @@ Out:  tables on the terminal, files, an exit code: 0 done, 1 failed, 2 wrong usa
 
     _main.py        the entry point
     _app.py         the commands, their options and help
+    _console.py     where commands print
     _end.py         error handling: one message, an exit code, no traceback
     _plan.py, _plan_check.py, _move.py, _clusters.py, _probe.py, _doctor.py, _diff.py, _rehearse.py    one file per command
     _explained.py, _files.py    checks of --explain and of files

@@ -6,8 +6,6 @@ markup, in which an opening bracket is written `\[`.
 
 from __future__ import annotations
 
-import os
-import sys
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from scrimp import __version__
+from scrimp.cli._console import console
 from scrimp.cli._end import UsageError, ending, typed
 from scrimp.cli.checkpoints.app import app as checkpoint_app
 from scrimp.cli.rules.app import app as rules_app
@@ -23,7 +22,6 @@ from scrimp.cli.runs.commands import compare, report
 from scrimp.cli.training.commands import TrainCommand, top, train
 from scrimp.errors import ScrimpError
 
-COLUMNS = 80  # where there is no terminal
 MOST = 2**31 - 1  # of rows, tokens, seeds
 
 
@@ -49,17 +47,6 @@ app.command(cls=TrainCommand)(train)
 app.command()(top)
 app.command()(report)
 app.command()(compare)
-
-
-def console(*, stderr: bool = False) -> Any:
-    """A rich console that prints brackets as text: it would read layouts as markup."""
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")  # print a replacement for characters that cannot be encoded
-    known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else COLUMNS)
 
 
 def _version(wanted: bool) -> None:

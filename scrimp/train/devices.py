@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # The names of torch.cuda.get_device_name, and the kinds that are the same by them.
 NAMES = (
-    (r"A100.*80GB|A100-.*80", "A100-80"), (r"A100.*40GB", "A100-40"), (r"\bH100", "H100"), (r"\bH200", "H200"), (r"\bB200", "B200"),
+    (r"A100.*80GB|A100-.*80", "A100-80"), (r"A100.*40GB", "A100-40"), (r"\bH100", "H100"), (r"\bH200", "H200"),
+    (r"\bB200", "B200"),
     (r"V100.*32GB", "V100-32"), (r"V100.*16GB", "V100-16"), (r"L40S", "L40S"), (r"RTX 4090", "RTX4090"), (r"RTX 3090", "RTX3090"),
 )  # fmt: skip
 

@@ -80,8 +80,8 @@ def join(device: str | None) -> Ranks:
 def _not_met(why: str) -> str:
     address = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
     return (
-        f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not meet the others at {address}: {why}; check that "
-        "this address is that of the first machine, that its port is open and free, and that all machines were started; "
+        f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not meet the others at {address}: {why}; check "
+        "that this address is that of the first machine, that its port is open and free, and that all machines were started; "
         "torchrun --rdzv-endpoint HOST:PORT sets it"
     )
 

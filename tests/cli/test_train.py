@@ -116,7 +116,7 @@ def test_resume_auto_is_spelled_in_two_ways() -> None:
     assert spelled(["--resume", "run", "auto"]) == ["--resume", "run", "auto"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)])
 def test_a_signal_saves_exits_and_says_how_to_resume(number: signal.Signals, code: int, here: Path) -> None:
     """A real process and a real signal; the resumed run has the losses of one that was not stopped."""
     config = written(here)
@@ -139,6 +139,7 @@ def test_a_signal_saves_exits_and_says_how_to_resume(number: signal.Signals, cod
     assert figures(here / "run", "step", "loss", "lr") == figures(here / "whole", "step", "loss", "lr")
 
 
+@pytest.mark.full
 def test_top_follows_another_process(here: Path) -> None:
     """It reads only; it loads no torch; it ends with the run."""
     config = written(here)

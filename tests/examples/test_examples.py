@@ -50,6 +50,7 @@ def test_one_gpu(examples: Path) -> None:
     assert found[-1] < found[0]
 
 
+@pytest.mark.full
 def test_the_script_of_one_gpu(examples: Path) -> None:
     assert re.search(r"step 3/3  loss [\d.]+", ran(sys.executable, "gpt.py", "3", cwd=examples))
 
@@ -62,6 +63,7 @@ def test_one_machine(examples: Path) -> None:
     assert len(losses(examples / "run-machine")) == 4
 
 
+@pytest.mark.full
 def test_several_machines(examples: Path) -> None:
     """Two agents of torchrun on this machine, each with one rank."""
     with socket.socket() as free:

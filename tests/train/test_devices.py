@@ -21,8 +21,10 @@ CPU = torch.device("cpu")
     ("name", "kind"),
     [
         ("NVIDIA A100-SXM4-80GB", "A100-80"), ("NVIDIA A100 80GB PCIe", "A100-80"), ("NVIDIA A100-SXM4-40GB", "A100-40"),
-        ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA B200", "B200"), ("Tesla V100-SXM2-32GB", "V100-32"),
-        ("NVIDIA L40S", "L40S"), ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA GeForce GTX 1080", None), ("NVIDIA GB200", None),
+        ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA B200", "B200"),
+        ("Tesla V100-SXM2-32GB", "V100-32"),
+        ("NVIDIA L40S", "L40S"), ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA GeForce GTX 1080", None),
+        ("NVIDIA GB200", None),
     ],
 )  # fmt: skip
 def test_kinds_by_the_names_that_torch_gives(name: str, kind: str | None) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from scrimp.errors import CheckpointError, RunError, ScrimpError
-from scrimp.train import AUTO, NEW, RESUME
+from scrimp.errors import CheckpointError, FitError, RunError, ScrimpError
+from scrimp.train import AUTO, NEW, RESUME, read_config, train
 from scrimp.train.loop import Loop
+from scrimp.train.model.build import model_to_train
 from scrimp.train.schedule import Curve, Named
 from tests.train.runs import TOML, figures, losses, run, written
 
@@ -150,20 +151,34 @@ def test_a_changed_weight_decay_takes_effect(finished: Path, tmp_path: Path) -> 
 
 
 def test_dry_runs_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from scrimp.train import read_config, train
-
     config = written(tmp_path)
     for settings, kinds in (
         ([], "least-memory plan on 1 CPU"),
         (["cluster.plan=auto", "cluster.name=2xCPU", "cluster.mesh=x=2"], "mesh"),
     ):
-        train(read_config(config, [*settings, f"run.folder={tmp_path / 'run'}"]), dry_run=True)
+        dry(config, *settings)
         text = capsys.readouterr().out
         assert kinds in text
         assert "predicted peak of a device" in text
         assert "budget of a device: 64.0 MiB; within it" in text
         assert "host memory: needs" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "text.txt"]
+
+
+def test_a_dry_run_for_another_cluster_counts_its_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = written(tmp_path)
+    for name, host in (("large", "1GiB"), ("small", "9KiB")):
+        (tmp_path / f"{name}.toml").write_text(f"nodes = 2\ndevices_per_node = 1\nkind = '24GiB'\n[host]\nmemory = '{host}'\n")
+    settings = ("cluster.name={}.toml", "memory.device=2KiB")
+    with pytest.raises(FitError, match=r"before the run: host memory needs \d+\.\d KiB or more, 9.0 KiB free"):
+        dry(config, *(each.format(tmp_path / "small") for each in settings))
+    assert "predicted peak of a device with the least-memory plan on 2 24GiB" in capsys.readouterr().out
+    dry(config, *(each.format(tmp_path / "large") for each in settings))
+    assert "the preflight is for 2 24GiB; disks and torch are those of this machine" in capsys.readouterr().out
+
+
+def dry(config: Path, *settings: str) -> None:
+    train(read_config(config, [*settings, f"run.folder={config.parent / 'run'}"]), dry_run=True)
 
 
 def test_models_and_data_of_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +217,14 @@ def test_a_folder_of_hugging_face(tmp_path: Path) -> None:
     assert losses(tmp_path / "again")[0][1] == first
     with pytest.raises(ScrimpError, match=r"\[model.settings\] num_layers=3: the config in .* has no num_layers"):
         run(made, "model.settings.num_layers=3", folder=tmp_path / "wrong")
+
+
+def test_settings_of_the_zoo_may_be_lists() -> None:
+    built = model_to_train("resnet-tiny", {"stages": [1, 2], "classes": 7})
+    assert 7 in {len(each) for each in built.model.parameters()}
+    assert not built.reads
+    built = model_to_train("vgg-tiny", {"stages": [[8], [16, 16]], "batch_norm": True})
+    assert all(each.is_meta for each in built.model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def list_() -> None:
     Examples
       scrimp rules list
     """
-    from scrimp.cli._app import console
+    from scrimp.cli._console import console
     from scrimp.cli.rules import show
 
     show.show(console())
@@ -64,7 +64,7 @@ def check(op: Operator, shapes: Shapes = None, settings: Settings = None, load: 
       scrimp rules check aten._softmax.default --shapes 4x12 --set dim=1
     """
     _read(shapes, settings, load)
-    from scrimp.cli._app import console
+    from scrimp.cli._console import console
     from scrimp.cli.rules import show
 
     if not show.check(console(), op, shapes, settings or [], load or []):
@@ -87,7 +87,7 @@ def discover(op: Operator, shapes: Shapes = None, settings: Settings = None, loa
       scrimp rules discover aten.outer
     """
     _read(shapes, settings, load)
-    from scrimp.cli._app import console
+    from scrimp.cli._console import console
     from scrimp.cli.rules import show
 
     if not show.find(console(), op, shapes, settings or [], load or []):

@@ -52,7 +52,7 @@ def compare(
       scrimp plan gpt-tiny --cluster 2xCPU --mesh x=2 --keep --out b.json
       scrimp compare a.json b.json -o compare.html
     """
-    from scrimp.cli._app import console
+    from scrimp.cli._console import console
     from scrimp.cli.runs import work
 
     work.compare(console(), sources, out, tensorboard=tensorboard)

@@ -76,7 +76,7 @@ def top(
       scrimp top short --once
       scrimp top short
     """
-    from scrimp.cli._app import console
+    from scrimp.cli._console import console
     from scrimp.cli.training import follow
 
     follow.top(console(), folder, once=once, seconds=seconds)
