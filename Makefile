@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE =
 # So many files of tests run at a time, each with ranks of its own: one more than there are cores, because some only wait.
 JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 16 ? cores + 1 : 16)))
 
-.PHONY: help demo test test-full test-run test-faults test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-rehearse bench-lowered bench-run bench-convergence contenders performance release check-release docs clean
+.PHONY: help demo test test-full test-run test-faults test-gpu lint bench-move bench-gpu bench-network bench-memory bench-solver bench-plan bench-rehearse bench-lowered bench-run bench-checkpoint bench-convergence contenders performance release check-release docs clean
 
 help:
 	@echo "make demo        training within a memory budget, killed and resumed, on this machine, in a minute"
@@ -42,6 +42,7 @@ help:
 	@echo "make bench-rehearse  plan large models for up to 10,240 devices and rehearse a rank of each (a few minutes)"
 	@echo "make bench-lowered  a rank of a plan on one GPU against a block written by hand, and against the plan's bytes (a minute)"
 	@echo "make bench-run  a planned step against DTensor and FSDP2, the time until the first one, and one process against eager PyTorch (a few minutes)"
+	@echo "make bench-checkpoint  what a save costs training, in the background and not (a few minutes)"
 	@echo "make bench-move  moves against DTensor and XLA, in one run (about 10 minutes)"
 
 $(READY): pyproject.toml constraints.txt
@@ -110,6 +111,9 @@ bench-run: $(READY)
 	$(BIN)/python -m bench.run
 	$(BIN)/python -m bench.run.start
 	$(BIN)/python -m bench.run.alone
+
+bench-checkpoint: $(READY)
+	$(BIN)/python -m bench.checkpoint
 
 bench-memory: $(READY)
 	$(BIN)/python -m bench.memory

@@ -13,6 +13,7 @@ Out:  tables on the terminal, files, an exit code: 0 done, 1 failed, 2 wrong usa
     runs/           `scrimp report`, `scrimp compare`
     demo/           `scrimp demo`
     rules/          `scrimp rules`
+    checkpoints/    `scrimp checkpoint`
     render/         tables, curves and pictures of layouts
 """
 

@@ -1,7 +1,6 @@
 r"""The commands, their options and their help texts, and error handling for the terminal.
 
-Each command imports what it needs when it runs, so that `scrimp --help` loads neither torch nor numpy. Help texts are rich
-markup, in which an opening bracket is written `\[`.
+A command imports what it needs when it runs: `scrimp --help` loads no torch. Help texts are rich markup: a bracket is `\[`.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from scrimp.chunks.tables.optimizers import SGD, AdamW
 from scrimp.engine import Engine
 from scrimp.errors import CheckpointError, RunError
 from scrimp.ext.ranks import pool
+from tests.checkpoint import rank_jobs as jobs
 from tests.engine.lowered.test_planned_steps import ROWS
 from tests.engine.test_engine import assert_same, batches_of, engine_for, model_of, run
 from tests.lower.test_ranks import planned
-from tests.rank_jobs import saves as jobs
 
 BATCHES = batches_of("gpt-tiny")
 

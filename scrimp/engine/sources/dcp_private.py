@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -38,6 +39,13 @@ class _Record:
 
     def __setstate__(self, state: object) -> None:
         self.state = state
+
+    def get(self, key: str) -> Any:
+        """None where the class has a default, which is not in the file."""
+        try:
+            return self[key]
+        except ValueError:
+            return None
 
     def __getitem__(self, key: str) -> Any:
         state = getattr(self, "state", {})
@@ -118,7 +126,8 @@ class DcpFolder:
         try:
             if chunk.path.stat().st_size < chunk.start + chunk.nbytes:
                 raise RunError(f"{chunk.path} is damaged: {name} ends at byte {chunk.start + chunk.nbytes}")
-            with chunk.path.open("rb") as file:
+            with chunk.path.open("rb") as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of pickles that torch did not write: they are refused anyway
                 file.seek(chunk.start)
                 part = torch.load(io.BytesIO(file.read(chunk.nbytes)), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
@@ -143,7 +152,7 @@ def _read_metadata(folder: Path) -> _Record:
 def _model_part(folder: Path, metadata: _Record) -> dict[str, tuple[tuple[int, ...], list[_Chunk]]]:
     places: dict[tuple[str, tuple[int, ...]], _Record] = {}
     for index, info in metadata["storage_data"].items():
-        if index["offset"] is not None:
+        if index.get("offset") is not None:
             places[index["fqn"], _numbers(index["offset"])] = info
     tensors = {name: row for name, row in metadata["state_dict_metadata"].items() if row.name == "TensorStorageMetadata"}
     rename = _renaming(tensors, metadata["planner_data"] or {})
@@ -176,9 +185,8 @@ def _chunk(
     path, start, nbytes = info["relative_path"], info["offset"], info["length"]
     if not isinstance(path, str) or Path(path).name != path or path in ("", "..", METADATA):
         raise ValueError(f"{name} is in the file {path!r}, which is not in the folder")
-    state = info.state[1] if isinstance(info.state, tuple) else info.state  # type: ignore[index]
-    if isinstance(state, dict) and state.get("transform_descriptors"):
-        raise ValueError(f"{name} was transformed by {state['transform_descriptors']} when it was saved, which is not supported")
+    if info.get("transform_descriptors"):
+        raise ValueError(f"{name} was transformed by {info['transform_descriptors']} when it was saved, which is not supported")
     start, nbytes = _numbers((start, nbytes))
     return _Chunk(offsets=offsets, sizes=sizes, path=folder / path, start=start, nbytes=nbytes)
 

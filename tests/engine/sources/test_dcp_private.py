@@ -16,7 +16,7 @@ from scrimp import Engine, zoo
 from scrimp.engine.sources import dcp_private
 from scrimp.errors import RunError
 from scrimp.ext.ranks import pool
-from tests.rank_jobs import saves as jobs
+from tests.checkpoint import rank_jobs as jobs
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:.*assuming the intent", "ignore::FutureWarning"

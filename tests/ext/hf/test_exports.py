@@ -18,8 +18,8 @@ from scrimp import Engine, Memory, zoo
 from scrimp.errors import CheckpointError
 from scrimp.ext import hf
 from scrimp.ext.ranks import pool
+from tests.checkpoint import rank_jobs as jobs
 from tests.engine.test_engine import batches_of, engine_for, model_of, run
-from tests.rank_jobs import saves as jobs
 
 IDS = torch.arange(24).view(2, 12) % 64
 

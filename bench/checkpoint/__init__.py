@@ -1,0 +1,1 @@
+"""What a save costs training, in the background and not."""

@@ -1,0 +1,5 @@
+"""`python -m bench.checkpoint`."""
+
+from bench.checkpoint.command import main
+
+main()
