@@ -31,7 +31,7 @@ def verify(folder: Folder) -> None:
     Examples
       scrimp checkpoint verify checkpoints/step-00000100
     """
-    from scrimp.cli._app import console
+    from scrimp.cli._console import console
     from scrimp.cli.checkpoints import work
 
     if not work.verify(console(), folder):
@@ -49,7 +49,7 @@ def inspect(
       scrimp checkpoint inspect checkpoints/step-00000100
       scrimp checkpoint inspect checkpoints/step-00000100 --json
     """
-    from scrimp.cli._app import console
+    from scrimp.cli._console import console
     from scrimp.cli.checkpoints import work
 
     work.inspect(console(), folder, as_json=as_json)
