@@ -75,6 +75,16 @@ def test_settings_of_training_arguments(kind: str, settings: dict[str, Any], tmp
     assert_equal(plain, door)
 
 
+def test_gradient_checkpointing_is_what_the_engine_recomputes(tmp_path: Path) -> None:
+    """Not the model, in addition; also when it trains a second time. A keyword of the trainer says otherwise."""
+    for keywords, ways in (({}, ("recompute",)), ({"activations": "keep,recompute"}, ("keep", "recompute"))):
+        trainer = make(Trainer, "gpt2", tmp_path, settings={"gradient_checkpointing": True, "max_steps": 1}, **keywords)
+        for _ in range(2):
+            trainer.train()
+            assert not trainer.model.is_gradient_checkpointing
+        assert trainer.engine._run.planning.ways == ways
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("scheduler", ["linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"])
 def test_schedulers(scheduler: str, tmp_path: Path) -> None:
