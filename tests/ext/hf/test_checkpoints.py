@@ -40,6 +40,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind: str, tmp_path: Path) -> No
     assert_goes_on(plain, run(resumed, train=resuming(checkpoint)))
 
 
+@pytest.mark.full
 def test_resuming_with_an_engine_that_was_used(tmp_path: Path) -> None:
     """The trainer evaluates before it resumes, and trains on in the same object afterwards."""
     runs = []
@@ -137,6 +138,7 @@ def on_meta(kind: str) -> nn.Module:
         return build(kind)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
     """As the plain trainer: the weights are loaded, and the optimizer begins anew."""
     runs = []

@@ -75,6 +75,16 @@ def test_settings_of_training_arguments(kind: str, settings: dict[str, Any], tmp
     assert_equal(plain, door)
 
 
+def test_gradient_checkpointing_is_what_the_engine_recomputes(tmp_path: Path) -> None:
+    """Not the model, in addition; also when it trains a second time. A keyword of the trainer says otherwise."""
+    for keywords, ways in (({}, ("recompute",)), ({"activations": "keep,recompute"}, ("keep", "recompute"))):
+        trainer = make(Trainer, "gpt2", tmp_path, settings={"gradient_checkpointing": True, "max_steps": 1}, **keywords)
+        for _ in range(2):
+            trainer.train()
+            assert not trainer.model.is_gradient_checkpointing
+        assert trainer.engine._run.planning.ways == ways
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("scheduler", ["linear", "cosine", "constant_with_warmup", "polynomial", "inverse_sqrt"])
 def test_schedulers(scheduler: str, tmp_path: Path) -> None:
@@ -280,3 +290,18 @@ def test_a_sequence_to_sequence_trainer_that_generates(tmp_path: Path) -> None:
         runs.append(run(trainer))
     assert_equal(*runs)
     assert len(runs[0].of("eval_ids")) == 2
+
+
+def test_an_optimizer_and_a_schedule_of_the_users(tmp_path: Path) -> None:
+    """Made before the trainer, from the model's parameters, in groups with rates of their own."""
+    runs = []
+    for name, cls in (("plain", transformers.Trainer), ("door", Trainer)):
+        model = model_of("llama")
+        head = [*model.lm_head.parameters()]  # type: ignore[operator, union-attr]
+        rest = [parameter for parameter in model.parameters() if all(parameter is not one for one in head)]
+        groups = [{"params": rest}, {"params": head, "lr": 1e-4, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=2e-3, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: 1.0])
+        runs.append(run(make(cls, "llama", tmp_path / name, model=model, optimizers=(optimizer, schedule))))
+    assert_equal(*runs)
+    assert len({*runs[0].of("learning_rate")}) == STEPS
