@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,16 @@ from tests.faults.launch import LOCAL, agent, ranks, said, started, torchrun, wa
 from tests.faults.training import TERMINATED, Faults, Run
 
 WORLD = 2
+ENDLESS = 10**6  # steps; such a run ends `tail` steps after its last failure
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc, and ranks forked from an agent")
+pytestmark = LINUX
 
 
 def undisturbed(folder: Path, run: Run) -> Run:
-    """The same steps without a failure, in ranks that are there already."""
+    """As many steps without a failure, in ranks that are there already."""
     folder.mkdir()
-    calm = Run(**{**vars(run), "folder": str(folder), "faults": None})
+    steps = 1 + max(line["step"] for line in run.lines())
+    calm = replace(run, folder=str(folder), steps=steps, tail=None, least=0.0, faults=None)
     pool(WORLD).run("tests.faults.training:train", calm.to_json(), timeout_seconds=500)
     return calm
 
@@ -30,7 +36,7 @@ def check_same(run: Run, calm: Run) -> None:
     files = {path.name: path.read_bytes() for path in run.final.iterdir()}
     assert files == {path.name: path.read_bytes() for path in calm.final.iterdir()}
     losses = {line["step"]: line["loss"] for line in calm.lines()}
-    assert sorted(losses) == [*range(run.steps)]
+    assert sorted(losses) == [*range(calm.steps)]
     for line in run.lines():
         assert line["loss"] == losses[line["step"]]
 
@@ -40,8 +46,7 @@ def attempts(run: Run) -> set[int]:
 
 
 def test_kills_at_any_instant_leave_no_trace(tmp_path: Path) -> None:
-    faults = Faults(count=3, steps=4)
-    run = Run(folder=str(tmp_path / "run"), steps=16, every=2, faults=faults)
+    run = Run(folder=str(tmp_path / "run"), steps=ENDLESS, every=2, tail=6, faults=Faults(count=3, steps=4))
     with agent(run, WORLD, restarts=3) as process:
         process.join(120)
         assert process.exitcode == 0, said(run)
@@ -51,7 +56,7 @@ def test_kills_at_any_instant_leave_no_trace(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_twenty_kills_under_torchrun_leave_no_trace(tmp_path: Path) -> None:
-    run = Run(folder=str(tmp_path / "run"), steps=20 * 8 + 8, every=4, faults=Faults(count=20, steps=8, seed=1))
+    run = Run(folder=str(tmp_path / "run"), steps=ENDLESS, every=4, tail=8, faults=Faults(count=20, steps=8, seed=1))
     Path(run.folder).mkdir()
     options = ("--standalone", "--nproc-per-node", str(WORLD), "--max-restarts", "20")
     with started([torchrun(run, *options)], [tmp_path / "stderr.log"], LOCAL) as (process,):

@@ -96,7 +96,7 @@ class Progress:
     ) -> None:
         self.engine = engine._run
         self.steps = steps
-        first = self.engine.wire.rank == 0
+        first = self.engine.wire.rank == 0 and not self.engine.group.outside
         self.console = (console or Console(stderr=True)) if first and not quiet else None
         if run is not None and metrics is not None:
             raise RunError("a run folder has a metrics file already: give Progress either run or metrics")

@@ -58,7 +58,7 @@ class Recorder:
 
 
 def report(engine: Training, path: str | Path, rehearsal: str | Path | Mapping[str, Any] | None) -> None:
-    if engine.wire.rank != 0:
+    if engine.wire.rank != 0 or engine.group.outside:
         return
     folder = engine.run_folder
     run = Run(

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from scrimp import SGD, Engine
-from scrimp.chunks import DEVICE
 from scrimp.errors import FitError, RunError
 from tests.faults.training import Run, batch_of, built
 from tests.rank_jobs.elastic import resize
@@ -74,7 +73,7 @@ def hashes(folder: str, steps: int) -> list[str]:
 def memory_runs_short(folder: str, share: float, on: list[int]) -> tuple[bool, str, bool, list[int]]:
     """In the steady state the budget of the ranks `on` falls to a share of a step's peak, as if another process had taken the
     rest. Whether the losses are those of an engine whose budget did not fall; an error, if there was one; whether the weights are
-    then those of before; and how many layers lived on the device before and afterwards."""
+    then those of before; and the bytes that the engine plans with, before and afterwards."""
     run, rank = Run(folder=folder, steps=9, every=100), dist.get_rank()
     calm, engine = built(run), built(run)
 
@@ -86,7 +85,7 @@ def memory_runs_short(folder: str, share: float, on: list[int]) -> tuple[bool, s
     losses = [step(engine, number) for number in range(5)]
     engine.ledger.reset_peak()  # so that the next step is metered
     losses.append(step(engine, 5))
-    layers = [_on_device(engine)]
+    room = [engine._run.planning.room_nbytes]
     if rank in on:
         engine._run.meter.budget_nbytes = int(share * engine.ledger.peak_nbytes)
     before = {key: value.clone() for key, value in engine.iter_state()}
@@ -97,8 +96,8 @@ def memory_runs_short(folder: str, share: float, on: list[int]) -> tuple[bool, s
     except (FitError, RunError) as caught:
         error = f"{type(caught).__name__}: {caught}"
         everyone = len(on) == dist.get_world_size()
-        return False, error, everyone and all(torch.equal(value, before[key]) for key, value in engine.iter_state()), layers
-    return losses == wanted, "", False, [*layers, _on_device(engine)]
+        return False, error, everyone and all(torch.equal(value, before[key]) for key, value in engine.iter_state()), room
+    return losses == wanted, "", False, [*room, engine._run.planning.room_nbytes]
 
 
 def warned_under_torchrun(restarts: str, keeps_store: str) -> list[str]:
@@ -108,10 +107,6 @@ def warned_under_torchrun(restarts: str, keeps_store: str) -> list[str]:
         warnings.simplefilter("always")
         _exact().close()
     return [str(each.message) for each in caught]
-
-
-def _on_device(engine: Engine) -> int:
-    return sum(placement.tier == DEVICE for placement in engine._run.store.placements)
 
 
 def slow_rank(seconds: float) -> tuple[list[float], list[float], float]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scrimp import SGD, AdamW, Engine, Memory, Sparse, zoo
+from scrimp import SGD, AdamW, Engine, Memory, Progress, Sparse, zoo
 from scrimp.errors import ScrimpError
 from tests.rank_jobs.planned_engine import engine_of
 
@@ -178,6 +178,9 @@ def refused(folder: str) -> list[str]:
     if rank > 1:
         for call in (lambda: engine.step(*batch), engine.state_dict, lambda: engine.save(folder), lambda: engine.load(folder)):
             tried(call)
+        engine.report(Path(folder) / "report.html")  # is rank 0's
+        with Progress(engine, metrics=Path(folder) / f"metrics-{rank}.jsonl", quiet=True):
+            said.append(str(sorted(path.name for path in Path(folder).iterdir())))
     dist.barrier()
     tried(lambda: engine.resize([0, 1] if rank < 3 else [0, 2]))
     tried(lambda: engine.resize([0, 4]))
