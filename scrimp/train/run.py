@@ -96,7 +96,9 @@ class _Run:
                 self.say(words)
             refuse(found)
             return Outcome(folder=self.folder, steps=0, first=ranks.first)
-        self._agree_on_signal()
+        signal = ranks.mean_and_most(0.0, self.stop.number)[1]
+        if signal:  # it came before the first step: there is nothing to save
+            return Outcome(folder=self.folder, steps=0, signal=signal, first=ranks.first)
         torch.manual_seed(config.train.seed)
         flops = self._flops(device, sample)
         with self._engine(built, optimizer, plan, device) as engine:
@@ -118,7 +120,7 @@ class _Run:
 
     def _trained(self, loop: Loop, flops: tuple[float | None, float | None]) -> Outcome:
         config, engine = self.config, loop.engine
-        done, signal = Outcome(folder=self.folder, steps=loop.steps, first=self.ranks.first), 0
+        signal = 0
         progress = Progress(
             engine, steps=config.train.steps, run=self.folder, quiet=self.quiet, every=config.metrics.every, flops=flops[0],
             flops_per_second=flops[1],
@@ -128,14 +130,14 @@ class _Run:
                 if self.ranks.first:
                     write_config(self.folder, to_toml(self.resolved))
                 loop.run(progress)
-        except Stopped:
-            signal = self.stop.number or 15
+        except Stopped as stopped:
+            signal = stopped.signal
         else:
             if self.ranks.first and config.metrics.tensorboard and loop.saved is not None:
                 loop.write_events()
             loop.write_report()
         return Outcome(
-            folder=done.folder, steps=loop.steps, signal=signal, checkpoint=loop.saved, loss=loop.loss, first=done.first
+            folder=self.folder, steps=loop.steps, signal=signal, checkpoint=loop.saved, loss=loop.loss, first=self.ranks.first
         )
 
     # Parts, in the order of use.
@@ -220,12 +222,6 @@ class _Run:
         batch = on_meta(sample, config.train.batch) if config.cluster.plan == AUTO else None
         earlier = start.folder / (PLAN if start.checkpoint is not None else CHECKPOINTS + ".none")
         return plan_of(config, built.model, batch, cluster, ranks, earlier, self.say)
-
-    def _agree_on_signal(self) -> None:
-        """A signal that came before the first step: there is nothing to save."""
-        _, signal = self.ranks.mean_and_most(0.0, self.stop.number)
-        if signal:
-            raise SystemExit(128 + signal)
 
     def _rows(self, engine: Engine, plan: Plan | None) -> slice:
         if plan is None:
