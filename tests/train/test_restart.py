@@ -30,8 +30,8 @@ def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
     config = written(tmp_path, TOML.replace("steps = 6", "steps = 60").replace("every = 3", "every = 30"))
     pool(2).run(JOB, str(config), [f"run.folder={tmp_path / 'whole'}"], "new")
     words = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "scrimp",
-        "train", str(config), "--quiet",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m",
+        "scrimp", "train", str(config), "--quiet",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     agent = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
