@@ -25,7 +25,7 @@ from scrimp.train.devices import devices_of, rate_of
 from scrimp.train.dry import rehearsed
 from scrimp.train.flops import flops_of
 from scrimp.train.folder import AUTO as RESUME_IF_ANY
-from scrimp.train.folder import CHECKPOINTS, NEW, PLAN, Start, check_same_order, start_of, write_config
+from scrimp.train.folder import NEW, PLAN, Start, check_same_order, start_of, write_config
 from scrimp.train.loop import Loop, Stopped
 from scrimp.train.model.build import Built, model_to_train
 from scrimp.train.optimizer import exchange_of, optimizer_of
@@ -90,7 +90,7 @@ class _Run:
         found = self._preflight(built, optimizer, device, start, elsewhere, dry_run=dry_run)
         if not dry_run:
             refuse(found)
-        plan = self._plan(built, sample, cluster, start)
+        plan = self._plan(built, sample, cluster, optimizer, start)
         if dry_run:
             for words in rehearsed(config, built.model, on_meta(sample, config.train.batch), cluster, plan, optimizer, self.say):
                 self.say(words)
@@ -217,11 +217,11 @@ class _Run:
             return Cluster.preset(f"{ranks.world}xCPU")
         return devices_of(config.cluster.name, device, world=ranks.world, here=ranks.here, needed=config.cluster.plan == AUTO)
 
-    def _plan(self, built: Built, sample: Any, cluster: Cluster | None, start: Start) -> Plan | None:
+    def _plan(self, built: Built, sample: Any, cluster: Cluster | None, optimizer: Optimizer, start: Start) -> Plan | None:
         config, ranks = self.config, self.ranks
         batch = on_meta(sample, config.train.batch) if config.cluster.plan == AUTO else None
-        earlier = start.folder / (PLAN if start.checkpoint is not None else CHECKPOINTS + ".none")
-        return plan_of(config, built.model, batch, cluster, ranks, earlier, self.say)
+        earlier = start.folder / (PLAN if start.checkpoint is not None else "no-plan")
+        return plan_of(config, built.model, batch, cluster, optimizer, ranks, earlier, self.say)
 
     def _rows(self, engine: Engine, plan: Plan | None) -> slice:
         if plan is None:
