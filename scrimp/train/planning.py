@@ -21,8 +21,8 @@ Say = Callable[[str], None]
 
 
 def plan_of(
-    config: Config, model: nn.Module, batch: Any, cluster: Cluster | None, optimizer: Optimizer, ranks: Ranks, earlier: Path,
-    say: Say,
+    config: Config, model: nn.Module, batch: Any, cluster: Cluster | None, optimizer: Optimizer, ranks: Ranks,
+    earlier: Path | None, say: Say,
 ) -> Plan | None:  # fmt: skip
     """`earlier`: the plan of a run that goes on, which is used again if it is for as many ranks."""
     wanted = config.cluster.plan
@@ -77,8 +77,8 @@ def ranks_of(plan: Plan) -> int:
     return plan.mesh.size * (1 if plan.schedule is None else len(plan.schedule.stages))
 
 
-def _earlier(path: Path, ranks: Ranks, say: Say) -> str | None:
-    if not path.exists():
+def _earlier(path: Path | None, ranks: Ranks, say: Say) -> str | None:
+    if path is None or not path.exists():
         return None
     found = loaded(path)
     if ranks_of(found) != ranks.world:

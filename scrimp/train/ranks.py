@@ -85,9 +85,10 @@ def _init(backend: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, world, is_master=rank == 0 and not of_torchrun, timeout=LIMIT)
-    prefix = meet(store, rank, world, LIMIT)
-    dist.init_process_group(backend, store=dist.PrefixStore(f"scrimp/{prefix}", store), rank=rank, world_size=world)
+    master = rank == 0 and not of_torchrun
+    store = dist.TCPStore(address, port, world, is_master=master, timeout=LIMIT)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"scrimp/{meet(store, rank, world, LIMIT)}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world)
 
 
 def _not_met(why: str) -> str:

@@ -213,14 +213,12 @@ class _Run:
     def _cluster(self, device: torch.device) -> Cluster | None:
         """None where the devices are not known, and nothing needs them."""
         config, ranks = self.config, self.ranks
-        if config.cluster.name == AUTO and config.cluster.plan != AUTO and device.type == "cpu":
-            return Cluster.preset(f"{ranks.world}xCPU")
         return devices_of(config.cluster.name, device, world=ranks.world, here=ranks.here, needed=config.cluster.plan == AUTO)
 
     def _plan(self, built: Built, sample: Any, cluster: Cluster | None, optimizer: Optimizer, start: Start) -> Plan | None:
         config, ranks = self.config, self.ranks
         batch = on_meta(sample, config.train.batch) if config.cluster.plan == AUTO else None
-        earlier = start.folder / (PLAN if start.checkpoint is not None else "no-plan")
+        earlier = None if start.checkpoint is None else start.folder / PLAN
         return plan_of(config, built.model, batch, cluster, optimizer, ranks, earlier, self.say)
 
     def _rows(self, engine: Engine, plan: Plan | None) -> slice:
