@@ -195,7 +195,9 @@ def exchange_panel(run: Run) -> str:
 
 
 def loss_panel(run: Run) -> str:
-    figure = figures.lines([figures.over_steps(run.metrics, "loss", "loss")], unit="plain", zero=False)
+    validated = [row for row in run.metrics if row.get("validation_loss") is not None]
+    lines = [figures.over_steps(run.metrics, "loss", "loss"), figures.over_steps(validated, "validation_loss", "validation loss")]
+    figure = figures.lines(lines, unit="plain", zero=False)
     if figure is None:
         why = "No metrics are known. scrimp.Progress(engine, run=folder) writes them."
         return html.panel("loss", "Loss", html.words(why, "note"))

@@ -19,9 +19,9 @@ Read in this order:
     folder.py     the run folder: new, or to resume
     loop.py       steps, validation, checkpoints
     dry.py        `--dry-run`: plan and rehearsal on meta
-    ranks.py, stop.py            what ranks agree on between steps; signals
+    ranks.py, meeting.py, stop.py    how ranks meet, what they agree on between steps; signals
     flops.py      FLOPs of a step, for the MFU
-    pairs.py      --set name=value
+    set_pairs.py  --set name=value
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from scrimp.train.model.build import model_and_batch
     from scrimp.train.model.importable import importable
     from scrimp.train.model.names import FOLDER, FUNCTION, check_model, kind_of
-    from scrimp.train.pairs import pairs
     from scrimp.train.run import Outcome, train
+    from scrimp.train.set_pairs import pairs
 
 __all__ = [
     "AUTO", "FOLDER", "FUNCTION", "NEW", "RESUME", "SECTIONS", "Key", "Outcome", "Resolved", "check_model", "cluster_of",
@@ -72,7 +72,7 @@ __getattr__ = lazily(
         "FUNCTION": "scrimp.train.model.names",
         "check_model": "scrimp.train.model.names",
         "kind_of": "scrimp.train.model.names",
-        "pairs": "scrimp.train.pairs",
+        "pairs": "scrimp.train.set_pairs",
         "Outcome": "scrimp.train.run",
         "train": "scrimp.train.run",
     },

@@ -28,10 +28,10 @@ def rehearsed(
         if cluster is None or cluster.hardware is None:
             yield "predicted peak: unknown, because this device has no preset; name a [cluster]"
             return
-        yield from _without_plan(config, model, batch, cluster, say)
+        yield from _without_plan(config, model, batch, cluster, optimizer, say)
         return
     yield plan.summary()
-    found = rehearse_all(plan, model, batch)
+    found = rehearse_all(plan, model, batch, optimizer=optimizer)
     most = max(found, key=lambda each: each.peak.nbytes)
     yield (
         f"rehearsed on meta: {len(found)} kinds of ranks; predicted peak of a device {format_nbytes(most.peak.nbytes)} "
@@ -40,13 +40,15 @@ def rehearsed(
     yield _budget(config, most.peak.nbytes)
 
 
-def _without_plan(config: Config, model: nn.Module, batch: Any, cluster: Cluster, say: Callable[[str], None]) -> Iterator[str]:
+def _without_plan(
+    config: Config, model: nn.Module, batch: Any, cluster: Cluster, optimizer: Optimizer, say: Callable[[str], None]
+) -> Iterator[str]:
     assert cluster.hardware is not None
     devices = cluster.hardware.devices
     sections = replace(config.cluster, mesh=str(Mesh({"x": devices})), objective="memory")
     kept = replace(config, cluster=sections, memory=replace(config.memory, device=AUTO))
-    plan = made(kept, model, batch, cluster, say)
-    found = rehearse_all(plan, model, batch)
+    plan = made(kept, model, batch, cluster, optimizer, say)
+    found = rehearse_all(plan, model, batch, optimizer=optimizer)
     peak = max(each.peak.nbytes for each in found)
     yield (
         f"predicted peak of a device with the least-memory plan on {devices} {cluster.hardware.kind}: {format_nbytes(peak)} "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 import torch
@@ -22,7 +21,11 @@ from scrimp.train.stop import Stop
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error
-    """A signal came; the checkpoint is written."""
+    """A signal came to a rank; the checkpoint is written."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
 
 
 @dataclass
@@ -63,7 +66,7 @@ class Loop:
                 with progress.paused():
                     self.save()
             if signal:
-                raise Stopped(Signals(signal).name)
+                raise Stopped(signal)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         return self.engine.step(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from scrimp.chunks import Optimizer
 from scrimp.cluster import Cluster
 from scrimp.errors import PlanError, PlanWarning, ScrimpError
 from scrimp.planner import Plan, plan
@@ -20,8 +21,9 @@ Say = Callable[[str], None]
 
 
 def plan_of(
-    config: Config, model: nn.Module, batch: Any, cluster: Cluster | None, ranks: Ranks, earlier: Path, say: Say
-) -> Plan | None:
+    config: Config, model: nn.Module, batch: Any, cluster: Cluster | None, optimizer: Optimizer, ranks: Ranks,
+    earlier: Path | None, say: Say,
+) -> Plan | None:  # fmt: skip
     """`earlier`: the plan of a run that goes on, which is used again if it is for as many ranks."""
     wanted = config.cluster.plan
     if wanted == NONE:
@@ -32,7 +34,7 @@ def plan_of(
     if ranks.first:
         assert cluster is not None  # it is known where the planner needs it
         try:
-            told["plan"] = _earlier(earlier, ranks) or made(config, model, batch, cluster, say).to_json()
+            told["plan"] = _earlier(earlier, ranks, say) or made(config, model, batch, cluster, optimizer, say).to_json()
         except ScrimpError as error:
             told["error"] = str(error)
     told = ranks.from_first(told)
@@ -41,14 +43,18 @@ def plan_of(
     return Plan.from_json(told["plan"])
 
 
-def made(config: Config, model: nn.Module, batch: Any, cluster: Cluster, say: Say) -> Plan:
+def made(config: Config, model: nn.Module, batch: Any, cluster: Cluster, optimizer: Optimizer, say: Say) -> Plan:
     section, train = config.cluster, config.train
     memory = None if config.memory.device == AUTO else config.memory.device
+    counted: Optimizer | str = optimizer
+    if not optimizer.states:
+        counted = config.optimizer.name
+        say("the planner counts one momentum per parameter, which this SGD does not have: the run takes less than planned")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PlanWarning)
         found = plan(
             model, batch, cluster, mesh=section.mesh, memory=memory, reserve=section.reserve, objective=section.objective,
-            optimizer=config.optimizer.name, precision=train.precision, activations=train.activations, stages=section.stages,
+            optimizer=counted, precision=train.precision, activations=train.activations, stages=section.stages,
             micro_batches=train.micro_batches, time_limit=section.time_limit, progress=say,
         )  # fmt: skip
     for words in dict.fromkeys(str(each.message) for each in caught):
@@ -71,8 +77,11 @@ def ranks_of(plan: Plan) -> int:
     return plan.mesh.size * (1 if plan.schedule is None else len(plan.schedule.stages))
 
 
-def _earlier(path: Path, ranks: Ranks) -> str | None:
-    if not path.exists():
+def _earlier(path: Path | None, ranks: Ranks, say: Say) -> str | None:
+    if path is None or not path.exists():
         return None
     found = loaded(path)
-    return found.to_json() if ranks_of(found) == ranks.world else None
+    if ranks_of(found) != ranks.world:
+        return None
+    say(f"the plan is that of {path}, for as many ranks; delete this file to plan again")
+    return found.to_json()

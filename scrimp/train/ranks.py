@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from scrimp.errors import RunError
+from scrimp.train.meeting import meet
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+LIMIT = timedelta(minutes=10)  # in which all ranks must have started
 
 
 @dataclass
@@ -65,8 +68,8 @@ def join(device: str | None) -> Ranks:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         try:
-            dist.init_process_group("nccl" if cuda else "gloo")
-        except (RuntimeError, ValueError, OSError) as error:
+            _init("nccl" if cuda else "gloo")
+        except (RuntimeError, ValueError, OSError) as error:  # TimeoutError is an OSError
             raise RunError(_not_met(str(error).partition("\n")[0])) from error
         made = True
     if not dist.is_available() or not dist.is_initialized():
@@ -75,6 +78,17 @@ def join(device: str | None) -> Ranks:
     local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     group = dist.new_group(backend="gloo") if world > 1 else None
     return Ranks(rank=rank, world=world, local=local, here=here, group=group, made=made)
+
+
+def _init(backend: str) -> None:
+    """Makes the process group in torchrun's store, below a prefix of this attempt."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    master = rank == 0 and not of_torchrun
+    store = dist.TCPStore(address, port, world, is_master=master, timeout=LIMIT)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"scrimp/{meet(store, rank, world, LIMIT)}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world)
 
 
 def _not_met(why: str) -> str:

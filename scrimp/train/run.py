@@ -25,7 +25,7 @@ from scrimp.train.devices import devices_of, rate_of
 from scrimp.train.dry import rehearsed
 from scrimp.train.flops import flops_of
 from scrimp.train.folder import AUTO as RESUME_IF_ANY
-from scrimp.train.folder import CHECKPOINTS, NEW, PLAN, Start, check_same_order, start_of, write_config
+from scrimp.train.folder import NEW, PLAN, Start, check_same_order, start_of, write_config
 from scrimp.train.loop import Loop, Stopped
 from scrimp.train.model.build import Built, model_to_train
 from scrimp.train.optimizer import exchange_of, optimizer_of
@@ -90,13 +90,15 @@ class _Run:
         found = self._preflight(built, optimizer, device, start, elsewhere, dry_run=dry_run)
         if not dry_run:
             refuse(found)
-        plan = self._plan(built, sample, cluster, start)
+        plan = self._plan(built, sample, cluster, optimizer, start)
         if dry_run:
             for words in rehearsed(config, built.model, on_meta(sample, config.train.batch), cluster, plan, optimizer, self.say):
                 self.say(words)
             refuse(found)
             return Outcome(folder=self.folder, steps=0, first=ranks.first)
-        self._agree_on_signal()
+        signal = ranks.mean_and_most(0.0, self.stop.number)[1]
+        if signal:  # it came before the first step: there is nothing to save
+            return Outcome(folder=self.folder, steps=0, signal=signal, first=ranks.first)
         torch.manual_seed(config.train.seed)
         flops = self._flops(device, sample)
         with self._engine(built, optimizer, plan, device) as engine:
@@ -118,7 +120,7 @@ class _Run:
 
     def _trained(self, loop: Loop, flops: tuple[float | None, float | None]) -> Outcome:
         config, engine = self.config, loop.engine
-        done, signal = Outcome(folder=self.folder, steps=loop.steps, first=self.ranks.first), 0
+        signal = 0
         progress = Progress(
             engine, steps=config.train.steps, run=self.folder, quiet=self.quiet, every=config.metrics.every, flops=flops[0],
             flops_per_second=flops[1],
@@ -128,14 +130,14 @@ class _Run:
                 if self.ranks.first:
                     write_config(self.folder, to_toml(self.resolved))
                 loop.run(progress)
-        except Stopped:
-            signal = self.stop.number or 15
+        except Stopped as stopped:
+            signal = stopped.signal
         else:
             if self.ranks.first and config.metrics.tensorboard and loop.saved is not None:
                 loop.write_events()
             loop.write_report()
         return Outcome(
-            folder=done.folder, steps=loop.steps, signal=signal, checkpoint=loop.saved, loss=loop.loss, first=done.first
+            folder=self.folder, steps=loop.steps, signal=signal, checkpoint=loop.saved, loss=loop.loss, first=self.ranks.first
         )
 
     # Parts, in the order of use.
@@ -211,21 +213,13 @@ class _Run:
     def _cluster(self, device: torch.device) -> Cluster | None:
         """None where the devices are not known, and nothing needs them."""
         config, ranks = self.config, self.ranks
-        if config.cluster.name == AUTO and config.cluster.plan != AUTO and device.type == "cpu":
-            return Cluster.preset(f"{ranks.world}xCPU")
         return devices_of(config.cluster.name, device, world=ranks.world, here=ranks.here, needed=config.cluster.plan == AUTO)
 
-    def _plan(self, built: Built, sample: Any, cluster: Cluster | None, start: Start) -> Plan | None:
+    def _plan(self, built: Built, sample: Any, cluster: Cluster | None, optimizer: Optimizer, start: Start) -> Plan | None:
         config, ranks = self.config, self.ranks
         batch = on_meta(sample, config.train.batch) if config.cluster.plan == AUTO else None
-        earlier = start.folder / (PLAN if start.checkpoint is not None else CHECKPOINTS + ".none")
-        return plan_of(config, built.model, batch, cluster, ranks, earlier, self.say)
-
-    def _agree_on_signal(self) -> None:
-        """A signal that came before the first step: there is nothing to save."""
-        _, signal = self.ranks.mean_and_most(0.0, self.stop.number)
-        if signal:
-            raise SystemExit(128 + signal)
+        earlier = None if start.checkpoint is None else start.folder / PLAN
+        return plan_of(config, built.model, batch, cluster, optimizer, ranks, earlier, self.say)
 
     def _rows(self, engine: Engine, plan: Plan | None) -> slice:
         if plan is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from scrimp.errors import CheckpointError, FitError, RunError, ScrimpError
 from scrimp.train import AUTO, NEW, RESUME, read_config, train
+from scrimp.train import run as run_module
 from scrimp.train.loop import Loop
 from scrimp.train.model.build import model_to_train
 from scrimp.train.schedule import Curve, Named
@@ -34,6 +36,9 @@ def test_a_run_folder_has_everything(finished: Path) -> None:
     assert names >= {"config.toml", "run.json", "machine.json", "metrics.jsonl", "checkpoints", "report.html", "tensorboard"}
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == ["step-00000004", "step-00000006"]
     rows = losses(finished)
+    page = (finished / "report.html").read_text()
+    (series,) = re.findall(r'"name": ?"validation loss".*?"x": ?\[([^\]]*)\], ?"y": ?\[([^\]]*)\]', page)
+    assert [[float(value) for value in each.split(",")] for each in series] == [[2, 5], [rows[2][2], rows[5][2]]]
     assert [row[0] for row in rows] == [*range(6)]
     assert [row[2] is not None for row in rows] == [False, False, True, False, False, True]
     assert rows[0][3] == pytest.approx(1e-2 / 2)
@@ -101,6 +106,19 @@ def test_a_signal_saves_and_the_run_goes_on(number: int, finished: Path, tmp_pat
     assert figures(folder, "step", "loss", "lr") == figures(finished, "step", "loss", "lr")
 
 
+def test_a_signal_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = run_module.open_data
+
+    def signalled(*args: Any, **more: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return opened(*args, **more)
+
+    monkeypatch.setattr(run_module, "open_data", signalled)
+    outcome = run(written(tmp_path), folder=tmp_path / "run")
+    assert (outcome.steps, outcome.signal, outcome.checkpoint) == (0, signal.SIGTERM, None)
+    assert not (tmp_path / "run").exists()
+
+
 def test_refusals(finished: Path, tmp_path: Path) -> None:
     config = finished.parent / "config.toml"
     with pytest.raises(RunError, match=r"run has a run: go on with it by scrimp train --resume .*, or give another folder"):
@@ -151,17 +169,14 @@ def test_a_changed_weight_decay_takes_effect(finished: Path, tmp_path: Path) -> 
 
 
 def test_dry_runs_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a plan; the help's examples have one without."""
     config = written(tmp_path)
-    for settings, kinds in (
-        ([], "least-memory plan on 1 CPU"),
-        (["cluster.plan=auto", "cluster.name=2xCPU", "cluster.mesh=x=2"], "mesh"),
-    ):
-        dry(config, *settings)
-        text = capsys.readouterr().out
-        assert kinds in text
-        assert "predicted peak of a device" in text
-        assert "budget of a device: 64.0 MiB; within it" in text
-        assert "host memory: needs" in text
+    dry(config, "cluster.plan=auto", "cluster.name=2xCPU", "cluster.mesh=x=2", "cluster.time_limit=2")
+    text = capsys.readouterr().out
+    assert re.search(r"^mesh +x=2$", text, re.M)
+    assert re.search(r"predicted peak of a device [\d.]+ KiB \([\d,]+ bytes, on rank \d, in .*\); step [\d.]+ s", text)
+    assert "budget of a device: 64.0 MiB; within it" in text
+    assert "host memory: needs" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "text.txt"]
 
 

@@ -26,10 +26,12 @@ def train(source: Path, settings: list[str], *, resume: bool, resume_auto: bool,
         raise typer.Exit(128 + outcome.signal if outcome.signal else 0)
     if outcome.signal:
         name = Signals(outcome.signal).name
-        where = f"the checkpoint is {outcome.checkpoint}" if outcome.checkpoint else "no step was made since the last checkpoint"
-        typer.echo(
-            f"stopped by {name} after step {outcome.steps}; {where}; go on with: scrimp train --resume {outcome.folder}", err=True
-        )
+        if outcome.checkpoint is None:
+            words = f"before a step; begin again with: scrimp train --resume-auto {source}"
+        else:
+            words = f"after step {outcome.steps}; the checkpoint is {outcome.checkpoint}; go on with: "
+            words += f"scrimp train --resume {outcome.folder}"
+        typer.echo(f"stopped by {name} {words}", err=True)
         raise typer.Exit(128 + outcome.signal)
     if not quiet:
         loss = "" if outcome.loss is None else f", loss {outcome.loss:.4f}"

@@ -16,7 +16,7 @@ from scrimp.train.config.consistent import check_consistent
 from scrimp.train.config.keys import INPUT, NAME, OUTPUT, Key, is_function, keys_of
 from scrimp.train.config.resolved import DEFAULT, SET, Resolved
 from scrimp.train.config.sections import SECTIONS, Config
-from scrimp.train.pairs import pairs
+from scrimp.train.set_pairs import pairs
 
 SUCH_AS = "train.steps=100"
 Table = Mapping[str, Any]

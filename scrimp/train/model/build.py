@@ -19,7 +19,7 @@ from torch import nn
 from scrimp import zoo
 from scrimp.errors import ScrimpError
 from scrimp.train.model.names import FOLDER, FUNCTION, check_model, kind_of
-from scrimp.train.pairs import pairs
+from scrimp.train.set_pairs import pairs
 from scrimp.zoo import configs, example_on_meta
 
 LARGEST = 2**31 - 1

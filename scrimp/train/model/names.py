@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scrimp.errors import ScrimpError
 from scrimp.train.model.importable import importable
-from scrimp.train.pairs import pairs
+from scrimp.train.set_pairs import pairs
 from scrimp.zoo import configs
 
 FOLDER, FUNCTION, ZOO = "folder", "function", "zoo"
