@@ -94,7 +94,7 @@ class Save:
     def run(self, layers: Callable[[ShardFile], None] | None = None) -> None:
         """Write this rank's file, whose layers come from `layers`, or from the store as they are; wait for the other ranks."""
         try:
-            self._agreement.run(lambda: self._write(layers or self._live), self._finish, self._undo)
+            self._agreement.run(lambda: self._write(layers or self._live), self._finish, self._undo, meet=layers is None)
         finally:
             _WRITING.discard(self._work)
 
