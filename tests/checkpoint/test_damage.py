@@ -24,6 +24,7 @@ from scrimp.ext.ranks import pool
 from tests.checkpoint.test_checkpoint import flip, trained
 from tests.engine.test_engine import assert_same, batches_of, engine_for, model_of, run
 from tests.rank_jobs import engine as jobs
+from tests.support.manifests import rewritten
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +78,6 @@ def test_a_fault_is_found_before_anything_is_used(fault: str, saved: Path, tmp_p
     run(engine, batches_of("gpt-tiny")[:1])
     with pytest.raises(CheckpointError, match=words):
         Checkpoint(folder).verify()
-
-
-def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """A manifest that somebody has made on purpose: its own checksum is right."""
-    path = folder / "manifest.json"
-    data = json.loads(path.read_text())
-    del data["checksum"]
-    change(data)
-    path.write_text(json.dumps({**data, "checksum": _manifest._checksum(data)}))
 
 
 def outside(data: dict[str, Any]) -> None:
