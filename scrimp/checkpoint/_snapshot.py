@@ -62,7 +62,7 @@ class Snapshot:
         self._changed = threading.Condition()
         self._over = self._no_more = self._lowered = False
         self.used_nbytes = self.peak_nbytes = 0  # of copies
-        self._waited = self._lap = 0.0  # seconds that updates spend waiting for the writer
+        self._waited = self._lap = 0.0  # seconds that updates wait: for copies, which they may make themselves, or for the writer
         self._event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         if store.device.type == "cuda":
@@ -99,26 +99,29 @@ class Snapshot:
     def before_update(self, layer: int) -> None:
         """Returns once the layer is safe: copies it, or waits until it is written."""
         row = self._layers.get(layer)
-        if row is None or row.safe or self._over or self._copy(row):
+        if row is None or row.safe or self._over:
             return
+        begin = time.perf_counter()
+        safe = self._copy(row)
         with self._changed:
-            row.wanted = True
-            self._wait_for(lambda: row.safe)
+            if not safe:
+                row.wanted = True
+                self._wait_for(lambda: row.safe)
+            self._waited += time.perf_counter() - begin
 
     def free_host(self) -> None:
         """The step needs the host memory: make no more copies, and wait until those that exist are written."""
         with self._changed:
-            self._no_more = True
+            begin, self._no_more = time.perf_counter(), True
             self._wait_for(lambda: not self.used_nbytes)
+            self._waited += time.perf_counter() - begin
 
     def _wait_for(self, done: Callable[[], bool]) -> None:
-        begin = time.perf_counter()
         self._changed.notify_all()
         self._changed.wait_for(lambda: done() or self._over)
-        self._waited += time.perf_counter() - begin
 
     def lap(self) -> float:
-        """Seconds since the last call that updates waited for the writer."""
+        """Seconds since the last call that updates waited for copies or for the writer."""
         before, self._lap = self._lap, self._waited
         return self._lap - before
 
