@@ -72,7 +72,7 @@ class Snapshot:
         self._buffer_nbytes = buffer_nbytes(store)
         self._room_nbytes -= self._buffer_nbytes
         self._ledger.charge("snapshot", self._buffer_nbytes)
-        store.before_update, store.free_host = self.before_update, self.free_host
+        store.before_update, store.before_edit, store.free_host = self.before_update, self.before_edit, self.free_host
 
     def _row(self, layer: int) -> _Layer:
         store, placement = self._store, self._store.placements[layer]
@@ -107,6 +107,20 @@ class Snapshot:
             if not safe:
                 row.wanted = True
                 self._wait_for(lambda: row.safe)
+            self._waited += time.perf_counter() - begin
+
+    def before_edit(self, layer: int) -> None:
+        """Returns once the layer may be edited or moved: copied, or written if it has frozen weights, which are not copied."""
+        row = self._layers.get(layer)
+        if row is None or self._over or row.at is At.WRITTEN:
+            return
+        space, own_master = self._store.table.layers[layer], self._store.dtype_of(layer) == torch.float32
+        if row.nbytes and (own_master or all(slot.trainable for slot in space.slots)):
+            self.before_update(layer)
+            return
+        with self._changed:
+            begin, row.wanted = time.perf_counter(), True
+            self._wait_for(lambda: row.at is At.WRITTEN)
             self._waited += time.perf_counter() - begin
 
     def free_host(self) -> None:
@@ -158,7 +172,7 @@ class Snapshot:
                 if not rest or self._over:
                     return None
                 live = [row for row in rest if row.at is At.LIVE and row.ready]
-                wanted = next((row for row in live if row.wanted), None)
+                wanted = next((row for row in rest if row.wanted and (row in live or row.at is At.COPIED)), None)
                 if wanted is not None:
                     return wanted, False
                 row = next((row for row in live if row.nbytes and self._fits(row)), None)

@@ -113,7 +113,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "a shape and its parts": (absurd_in_all, r"ends at element 1099511627776|and \S+ ends at 1099511627776"),
     "a negative place": (negative, "has a number that is none, or below 0"),
     "a rank": (no_such_rank, "has .* elements, its parts in 2 files"),
-    "a part outside": (outside_of_the_parameter, "lies outside of \\(.*\\), or on another"),
+    "a part outside": (outside_of_the_parameter, "lies outside of it, or on another"),
     "no entries": (lambda data: data.pop("entries"), r"is damaged: KeyError: 'entries'"),
     "entries of another kind": (lambda data: data.update(entries=[1]), r"is damaged: AttributeError"),
     "unknown keys": (lambda data: data.update(run="rm -rf"), r"is damaged: TypeError"),
