@@ -114,6 +114,7 @@ bench-run: $(READY)
 
 bench-checkpoint: $(READY)
 	$(BIN)/python -m bench.checkpoint
+	$(BIN)/python -m bench.checkpoint.export
 
 bench-memory: $(READY)
 	$(BIN)/python -m bench.memory

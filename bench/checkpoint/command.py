@@ -4,7 +4,8 @@
 
 In each round every rank saves and waits; then saves in the background and steps until that save is complete; then makes as many
 steps without one. The difference of the two is what the save added. All ranks are on this machine and share its cores with the
-threads that write, so a machine with a free core for each shows less.
+threads that write, so a machine with a free core for each shows less. Apart from that the seconds are counted in which the save
+blocked training: those of the call, and those in which updates waited.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main(given: list[str] | None = None) -> None:
 def words(found: dict[str, Any]) -> str:
     rounds = found["rounds"]
     first, middle = rounds[0], {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
-    shares = sorted(row["share"] for row in rounds)
+    shares, blocked = (sorted(row[key] for row in rounds) for key in ("share", "blocked_share"))
     return (
         f"{first['parameters'] / 1e6:.0f}M parameters in {found['precision']} on {found['ranks']} ranks, a checkpoint of "
         f"{first['nbytes'] / 1e9:.2f} GB, {len(rounds)} rounds\n"
@@ -64,5 +65,6 @@ def words(found: dict[str, Any]) -> str:
         f"a save in the background   {middle['added_seconds']:8.3f} s added to {middle['steps']:.0f} steps of "
         f"{middle['steps_alone_seconds'] / middle['steps']:.3f} s; its call took {middle['call_seconds']:.3f} s, updates waited "
         f"{middle['waited_seconds']:.3f} s\n"
-        f"share of a save that waits {statistics.median(shares):8.1%} ({shares[0]:.1%} to {shares[-1]:.1%})"
+        f"share of a save that waits {statistics.median(shares):8.1%} ({shares[0]:.1%} to {shares[-1]:.1%})\n"
+        f"of it, training blocked     {statistics.median(blocked):8.1%} ({blocked[0]:.1%} to {blocked[-1]:.1%})"
     )

@@ -61,6 +61,7 @@ def measure(settings: dict[str, Any], batch: int, precision: str, rounds: int, f
                 "round": each, "parameters": numel, "nbytes": running.save.nbytes, "save_seconds": saved, "call_seconds": called,
                 "steps": number, "steps_beside_seconds": beside, "steps_alone_seconds": alone, "waited_seconds": waited,
                 "copied_nbytes": copied, "added_seconds": beside - alone, "share": (beside - alone) / saved,
+                "blocked_share": (called + waited) / saved,
             }
         )  # fmt: skip
     engine.close()

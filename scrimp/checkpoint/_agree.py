@@ -1,6 +1,6 @@
 """The ranks' agreement on a save, by the process group's key-value store, which waits for nobody.
 
-No rank starts a collective, so a save in the background cannot disturb a step. Each rank reports what it wrote, or why it could
+In the background no rank starts a collective, so the save cannot disturb a step. Each rank reports what it wrote, or why it could
 not. Rank 0 waits for all reports, commits, and publishes the outcome, for which the others wait.
 """
 
@@ -37,8 +37,9 @@ class Agreement:
             self.store: Any = default_store()
             self._timeout = group_timeout(wire.group, wire.device) or TIMEOUT
 
-    def run(self, write: Callable[[], Any], commit: Callable[[list[Any]], None], undo: Callable[[], None]) -> None:
-        """`write` returns JSON; rank 0 calls `commit` with that of all ranks, or `undo` if one of them failed."""
+    def run(self, write: Callable[[], Any], commit: Callable[[list[Any]], None], undo: Callable[[], None], *, meet: bool) -> None:
+        """`write` returns JSON; rank 0 calls `commit` with that of all ranks, or `undo` if one of them failed. `meet`: the ranks
+        may also communicate, which shows at once if one of them has died."""
         error: BaseException | None = None
         mine: Any = None
         try:
@@ -48,18 +49,28 @@ class Agreement:
         if self.wire.world == 1:
             outcome = self._conclude([mine], error, commit, undo)
         else:
-            outcome = self._share(mine, error, commit, undo)
+            outcome = self._share(mine, error, commit, undo, meet=meet)
         if error is not None:
             raise _named(error, self._goal) from error
         if outcome:
             raise CheckpointError(outcome)
 
     def _share(
-        self, mine: Any, error: BaseException | None, commit: Callable[[list[Any]], None], undo: Callable[[], None]
+        self,
+        mine: Any,
+        error: BaseException | None,
+        commit: Callable[[list[Any]], None],
+        undo: Callable[[], None],
+        *,
+        meet: bool,
     ) -> str:
         row = {"failed": None if error is None else _text(error, self._goal), "wrote": mine}
         self.store.set(f"{self.key}/{self.wire.rank}", json.dumps(row))
+        if meet:
+            self.wire.meet()
         if self.wire.rank:
+            if meet:
+                self.wire.meet()
             return str(json.loads(self._await("outcome", 2 * self._timeout, "rank 0 has not ended the save")))
         rows, missing = [], ""
         for rank in range(self.wire.world):
@@ -74,6 +85,8 @@ class Agreement:
         known = CheckpointError(failed[0] if failed else missing) if failed or missing else None
         outcome = self._conclude([row["wrote"] for row in rows], known, commit, undo)
         self.store.set(f"{self.key}/outcome", json.dumps(outcome))
+        if meet:
+            self.wire.meet()
         return outcome
 
     def _conclude(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,18 @@ class Save:
     def run(self, layers: Callable[[ShardFile], None] | None = None) -> None:
         """Write this rank's file, whose layers come from `layers`, or from the store as they are; wait for the other ranks."""
         try:
-            self._agreement.run(lambda: self._write(layers or self._live), self._finish, self._undo)
+            self._agreement.run(lambda: self._write(layers or self._live), self._finish, self._undo, meet=layers is None)
         finally:
             _WRITING.discard(self._work)
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one writes nothing."""
+
+        def fail(_: ShardFile) -> None:
+            raise error
+
+        with suppress(BaseException):
+            self.run(fail)
 
     def _write(self, layers: Callable[[ShardFile], None]) -> dict[str, Any]:
         file = ShardFile(self._work / f"rank-{self._store.ranks.rank}.safetensors", self._rows)

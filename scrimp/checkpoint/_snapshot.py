@@ -62,7 +62,7 @@ class Snapshot:
         self._changed = threading.Condition()
         self._over = self._no_more = self._lowered = False
         self.used_nbytes = self.peak_nbytes = 0  # of copies
-        self._waited = self._lap = 0.0  # seconds that updates spend waiting for the writer
+        self._waited = self._lap = 0.0  # seconds that updates wait: for copies, which they may make themselves, or for the writer
         self._event: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         if store.device.type == "cuda":
@@ -72,7 +72,7 @@ class Snapshot:
         self._buffer_nbytes = buffer_nbytes(store)
         self._room_nbytes -= self._buffer_nbytes
         self._ledger.charge("snapshot", self._buffer_nbytes)
-        store.before_update, store.free_host = self.before_update, self.free_host
+        store.before_update, store.before_edit, store.free_host = self.before_update, self.before_edit, self.free_host
 
     def _row(self, layer: int) -> _Layer:
         store, placement = self._store, self._store.placements[layer]
@@ -99,26 +99,43 @@ class Snapshot:
     def before_update(self, layer: int) -> None:
         """Returns once the layer is safe: copies it, or waits until it is written."""
         row = self._layers.get(layer)
-        if row is None or row.safe or self._over or self._copy(row):
+        if row is None or row.safe or self._over:
+            return
+        begin = time.perf_counter()
+        safe = self._copy(row)
+        with self._changed:
+            if not safe:
+                row.wanted = True
+                self._wait_for(lambda: row.safe)
+            self._waited += time.perf_counter() - begin
+
+    def before_edit(self, layer: int) -> None:
+        """Returns once the layer may be edited or moved: copied, or written if it has frozen weights, which are not copied."""
+        row = self._layers.get(layer)
+        if row is None or self._over or row.at is At.WRITTEN:
+            return
+        space, own_master = self._store.table.layers[layer], self._store.dtype_of(layer) == torch.float32
+        if row.nbytes and (own_master or all(slot.trainable for slot in space.slots)):
+            self.before_update(layer)
             return
         with self._changed:
-            row.wanted = True
-            self._wait_for(lambda: row.safe)
+            begin, row.wanted = time.perf_counter(), True
+            self._wait_for(lambda: row.at is At.WRITTEN)
+            self._waited += time.perf_counter() - begin
 
     def free_host(self) -> None:
         """The step needs the host memory: make no more copies, and wait until those that exist are written."""
         with self._changed:
-            self._no_more = True
+            begin, self._no_more = time.perf_counter(), True
             self._wait_for(lambda: not self.used_nbytes)
+            self._waited += time.perf_counter() - begin
 
     def _wait_for(self, done: Callable[[], bool]) -> None:
-        begin = time.perf_counter()
         self._changed.notify_all()
         self._changed.wait_for(lambda: done() or self._over)
-        self._waited += time.perf_counter() - begin
 
     def lap(self) -> float:
-        """Seconds since the last call that updates waited for the writer."""
+        """Seconds since the last call that updates waited for copies or for the writer."""
         before, self._lap = self._lap, self._waited
         return self._lap - before
 
@@ -155,7 +172,7 @@ class Snapshot:
                 if not rest or self._over:
                     return None
                 live = [row for row in rest if row.at is At.LIVE and row.ready]
-                wanted = next((row for row in live if row.wanted), None)
+                wanted = next((row for row in rest if row.wanted and (row in live or row.at is At.COPIED)), None)
                 if wanted is not None:
                     return wanted, False
                 row = next((row for row in live if row.nbytes and self._fits(row)), None)

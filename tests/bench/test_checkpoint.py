@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.checkpoint import command
+from bench.checkpoint import command, export
 
 
 def test_saves_run_beside_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,3 +20,12 @@ def test_saves_run_beside_steps(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert row["share"] == pytest.approx(row["added_seconds"] / row["save_seconds"])
     assert "a save in the background" in capsys.readouterr().out
     assert [each.name for each in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_an_export_is_metered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "found.json"
+    export.main(["--blocks", "1", "--dim", "32", "--vocab", "64", "--json", str(path), "--folder", str(tmp_path)])
+    found = json.loads(path.read_text())
+    assert found["parameters"] > 10_000
+    assert 0 <= found["more_nbytes"] < found["at_rest_nbytes"]
+    assert "MiB resident above" in capsys.readouterr().out

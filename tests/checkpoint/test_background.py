@@ -142,6 +142,29 @@ def test_frozen_layers_and_layers_on_the_device(tmp_path: Path, monkeypatch: pyt
     assert_alike(tmp_path / "ckpt", tmp_path / "want")
 
 
+def test_an_edit_and_a_move_wait_until_the_layer_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of frozen parameters are not copied, so nothing may change or move them before."""
+    model = copy.deepcopy(model_of("gpt-tiny"))
+    name = "blocks.1.mlp.up.weight"
+    model.get_parameter(name).requires_grad_(False)
+    engine = engine_for(model)
+    run(engine, BATCHES[:5])
+    assert "device" in {placement.tier for placement in engine._run.store.placements}
+    engine.save(tmp_path / "want")
+    with held(monkeypatch) as go:
+        engine.save(tmp_path / "ckpt", wait=False)
+        run(engine, BATCHES[5:6])
+        threading.Timer(0.3, go.set).start()
+        with engine.full_parameters(name) as whole:
+            whole.get_parameter(name).data.fill_(7.0)
+        engine._run.planning.placements_back(for_good=True)
+        engine._run.saves.finish()
+    assert "device" not in {placement.tier for placement in engine._run.store.placements}
+    assert_alike(tmp_path / "ckpt", tmp_path / "want")
+    assert bool((engine.state_dict()[name] == 7).all())
+    engine.close()
+
+
 def test_with_layers_on_disk_their_updates_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = engine_for(model_of("gpt-tiny"))
     rows = [probe._run.store.placement_nbytes(k) for k in range(len(probe._run.store.placements))]

@@ -27,6 +27,7 @@ from scrimp.ext.ranks import pool
 from tests.chunks.tables.test_state_codec import decoded, encoded
 from tests.engine.test_engine import assert_same, batches_of, least_budget, model_of, run
 from tests.rank_jobs import engine as jobs
+from tests.support.manifests import rewritten
 
 LR = 3e-3
 STEPS = 8
@@ -160,8 +161,7 @@ def test_going_on_is_as_if_never_stopped(tmp_path: Path) -> None:
 def test_a_codec_that_is_not_known_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     engine = engine_for()
     engine.save(tmp_path / "ckpt")
-    path = tmp_path / "ckpt" / "manifest.json"
-    path.write_text(path.read_text().replace('"state": "int8"', '"state": "int4"'))
+    rewritten(tmp_path / "ckpt", lambda data: data.update(state="int4"))
     with pytest.raises(CheckpointError, match="saved with 'int4' states"):
         engine.load(tmp_path / "ckpt")
     run(engine, batches_of("gpt-tiny")[:1])
@@ -194,10 +194,7 @@ def test_a_checkpoint_of_before_is_one_of_fp32_states(tmp_path: Path) -> None:
     engine = engine_for(state="fp32")
     run(engine, batches_of("gpt-tiny")[:2])
     engine.save(tmp_path / "ckpt")
-    path = tmp_path / "ckpt" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["state"]
-    path.write_text(json.dumps(manifest))
+    rewritten(tmp_path / "ckpt", lambda data: data.pop("state"))
     again = engine_for(state="fp32")
     again.load(tmp_path / "ckpt")
     assert_same(everything(again), everything(engine))

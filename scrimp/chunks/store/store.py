@@ -80,6 +80,7 @@ class Store:
         self.pending = False  # accumulated gradients are kept between calls
         self.before_change: Callable[[], None] = lambda: None  # lets the meter read its peak before resident bytes change
         self.before_update: Callable[[int], None] = lambda _: None  # before a layer's masters and states change, in any thread
+        self.before_edit: Callable[[int], None] = lambda _: None  # before anything else of a layer changes, or moves
         self.free_host: Callable[[], None] = lambda: None  # frees host memory that a save in the background holds
         self.host_room_nbytes = host_room_nbytes  # this rank's share of the host
         self.own: Callable[[torch.Tensor], None] = lambda _: None  # tells the meter not to count a tensor
@@ -196,7 +197,7 @@ class Store:
             return
         self.at_rest(layer)
         if write:
-            self.before_update(layer)
+            self.before_edit(layer)
         with self.spill.staged(self.placements[layer], self.direct(layer), read=read, write=write) as data:
             self._opened[layer] = data
             try:
@@ -265,7 +266,7 @@ class Store:
 
     def migrate(self, layer: int, tier: Tier) -> None:
         """Move a layer between host and device; to or from `STREAMED` only its weights move."""
-        self.before_update(layer)
+        self.before_edit(layer)
         migrate(self, layer, tier)
         self.moved(layer)
 

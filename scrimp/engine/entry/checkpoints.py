@@ -100,6 +100,8 @@ def save_state(engine: Training, folder: str | Path, extra: Mapping[str, Any] | 
     engine.saves.finish()
     room_nbytes = _room_nbytes(engine)
     reason = None if wait else _must_wait(engine, room_nbytes)
+    if not wait and bool(engine.wire.every(torch.tensor([int(reason is not None)])).any()):  # all ranks do the same
+        reason = reason or "another rank must; see its warning"
     if reason is not None:
         warn(f"engine.save(wait=False) writes {folder} now, and returns when it is complete: {reason}")
     in_background = not wait and reason is None
@@ -126,7 +128,12 @@ def save_state(engine: Training, folder: str | Path, extra: Mapping[str, Any] | 
     layers = list(written_layers(engine.store))
     if not engine.must_check:
         layers.reverse()  # updates begin in the backward
-    engine.saves.start(save, Snapshot(engine.store, room_nbytes, layers), engine.store)
+    try:
+        snapshot = Snapshot(engine.store, room_nbytes, layers)
+    except BaseException as error:  # of an update: the other ranks must hear of it
+        save.give_up(error)
+        raise
+    engine.saves.start(save, snapshot, engine.store)
 
 
 def _room_nbytes(engine: Training) -> int:

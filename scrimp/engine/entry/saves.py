@@ -36,7 +36,7 @@ class _Running:
     def end(self) -> None:
         self.thread.join()
         nothing: Callable[[int], None] = lambda _: None  # noqa: E731
-        self.store.before_update, self.store.free_host = nothing, lambda: None
+        self.store.before_update, self.store.before_edit, self.store.free_host = nothing, nothing, lambda: None
         if self.error is not None:
             raise CheckpointError(
                 f"the save of {self.save.goal} in the background failed: {self.error}. The checkpoint that was there before is "

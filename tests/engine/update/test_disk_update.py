@@ -290,7 +290,7 @@ def test_loading_and_closing_while_work_is_pending(tmp_path: Path) -> None:
     assert_same(engine.state_dict(), want.state_dict())
     engine.step(*batch(2))
     engine.close()
-    assert not [gate for gate in engine._run.store.spill.writing if not gate.open]
+    assert not [gate for gates in engine._run.store.spill.writing.values() for gate in gates if not gate.open]
     want.step(*batch(2))
     assert_same(engine.state_dict(), want.state_dict())
 

@@ -100,8 +100,8 @@ def saves_and_dies(plan: str, name: str, rows: int, folder: str, rank: int, mome
         return call
 
     if dist.get_rank() == rank:
-        for function in ("write", "_flush", "_commit"):
-            setattr(_save, function, dying(getattr(_save, function)))
+        for owner, function in ((_save.ShardFile, "_reserve"), (_save.ShardFile, "close"), (_save, "flush"), (_save, "commit")):
+            setattr(owner, function, dying(getattr(owner, function)))
         _save.os.replace = dying(os.replace)  # type: ignore[assignment]
         _save.shutil.rmtree = dying(_save.shutil.rmtree)  # type: ignore[assignment]
     engine.save(folder)
