@@ -21,14 +21,13 @@ KEY = "_scrimp_adopted"  # the module's own attribute, so that engine and module
 
 @dataclass
 class Adopted:
-    """`budget`: the settings that it was built with. `fit`: None if it cannot train. `begun`: it has trained."""
+    """`budget`: the settings that it was built with. `fit`: None if it cannot train."""
 
     engine: Engine
     method: Method
     metrics: Metrics
     budget: dict[str, Any]
     fit: Fit | None
-    begun: bool = False
 
 
 def adopted(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,15 +68,16 @@ class Method:
 
 
 class Call:
-    """Runs a method of the module, perhaps repeatedly, and keeps what the last run logged and returned."""
+    """Runs a method of the module, perhaps repeatedly, and keeps what the last run logged. `keeps`: also the dict that it
+    returned."""
 
-    def __init__(self, module: nn.Module, method: Callable[..., Any], metrics: Metrics) -> None:
-        self._module, self._method, self._metrics = module, method, metrics
+    def __init__(self, module: nn.Module, method: Callable[..., Any], metrics: Metrics, *, keeps: bool = False) -> None:
+        self._module, self._method, self._metrics, self._keeps = module, method, metrics, keeps
         self._first = metrics.state()
         self._runs, self._open = 0, False
         self._new: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._logged = self._new
-        self.output: Any = None
+        self.output: Mapping[str, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         last = self._metrics.state() if self._runs else self._first
@@ -88,7 +90,10 @@ class Call:
             raise
         finally:
             self._open = False
-        self._logged, self.output = self._new, tree_map(self._freed, output)
+        self._logged = self._new
+        if self._keeps and isinstance(output, Mapping):
+            weights = {weight.untyped_storage().data_ptr() for weight in self._module.parameters()}
+            self.output = tree_map(partial(_freed, weights), output)
         return output
 
     @contextmanager
@@ -111,22 +116,21 @@ class Call:
         if self._open:  # else a layer logs again, because backward recomputes it
             self._new.append(tree_map(_detached, (args, kwargs)))
 
-    def _freed(self, leaf: Any) -> Any:
-        """Without the graph, whose tensors the engine frees; a weight is cloned, because it leaves the device."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        there = leaf.untyped_storage().data_ptr()
-        weights = {weight.untyped_storage().data_ptr() for weight in self._module.parameters()}
-        return leaf.detach().clone() if there in weights else leaf.detach()
+
+def _freed(weights: set[int], leaf: Any) -> Any:
+    """Without the graph, whose tensors the engine frees; a weight is cloned, because it leaves the device."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().clone() if leaf.untyped_storage().data_ptr() in weights else leaf.detach()
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def with_loss(output: Any, loss: torch.Tensor) -> Any:
-    """What training_step returned, with the engine's copy of the loss."""
-    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+def with_loss(output: Mapping[str, Any] | None, loss: torch.Tensor) -> Any:
+    """What training_step returned: the engine's copy of the loss, and the rest of a dict."""
+    return loss if output is None else {**output, "loss": loss}
 
 
 def needs_loss(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

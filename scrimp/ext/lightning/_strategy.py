@@ -212,12 +212,11 @@ class Budget(pl.strategies.ParallelStrategy):  # type: ignore[misc,name-defined]
         self._pending = 0
 
     def on_train_start(self) -> None:
-        if self._mine.begun and not self._loaded:
+        if self.engine.optimizer.steps and not self._loaded:
             raise RunError(
                 "this LightningModule was trained before, and its engine still has the optimizer's states, where plain Lightning "
                 "would begin with new ones: go on from a checkpoint, trainer.fit(..., ckpt_path=...), or use a new module"
             )
-        self._mine.begun = True
         checks.check_validation(self.lightning_module.trainer)
 
     # One batch.
@@ -227,7 +226,7 @@ class Budget(pl.strategies.ParallelStrategy):  # type: ignore[misc,name-defined]
         now = module.trainer.accumulate_grad_batches
         if mine.fit is None or mine.fit.micro_batches != now:
             raise RunError(f"accumulate_grad_batches changed to {now} during training; the engine was built for {mine.fit}")
-        call = Call(module, needs_loss(module.training_step, self.root_device), mine.metrics)
+        call = Call(module, needs_loss(module.training_step, self.root_device), mine.metrics, keeps=True)
         run = mine.engine.backward
         if self._at_once:
             copy_settings(self.optimizers[0], mine.engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torchmetrics
 
 pytest.importorskip("lightning", reason="lightning is not installed (it is in the dev extra)")
+from lightning.pytorch.tuner import Tuner
+
 from scrimp.errors import FitError, RunError
 from scrimp.ext.lightning import Budget
 from tests.ext.lightning.models import (
@@ -238,6 +241,28 @@ def test_rates_that_optimizer_step_sets() -> None:
     (plain, want), (within, got) = run(None), run(Budget(MEMORY))
     assert got == want
     assert same(weights_of(within), weights_of(plain))
+
+
+class Rated(Tiny):
+    lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=True)
+
+
+def test_the_tuner_finds_the_same_rate(tmp_path: Path) -> None:
+    """It trains, and puts the first weights and states back from a checkpoint. Then fit begins anew."""
+
+    def run(budget: Budget | None) -> Any:
+        torch.manual_seed(0)
+        module, trainer = Rated(), trainer_of(budget, default_root_dir=tmp_path, max_epochs=1)
+        found = Tuner(trainer).lr_find(module, loader(), loader(8, seed=1), num_training=8)
+        trainer.fit(module, loader(), loader(8, seed=1))
+        return found.results, module.lr, weights_of(trainer)
+
+    (want, want_lr, plain), (got, got_lr, within) = run(None), run(Budget(MEMORY))
+    assert (got, got_lr) == (want, want_lr)
+    assert same(within, plain)
 
 
 def test_a_module_that_is_one_layer() -> None:
