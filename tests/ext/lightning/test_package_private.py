@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import torchmetrics
 
 from scrimp.errors import RunError
 from scrimp.ext.lightning import _package_private as private
+from scrimp.ext.lightning._settings import precision_of
 from tests.ext.lightning.models import trainer_of
 from tests.ext.lightning.test_training import pytestmark  # noqa: F401 - the same filters
 
@@ -67,3 +69,15 @@ def test_a_metric_that_is_restored_is_as_it_was() -> None:
     assert (float(found["MeanSquaredError"]), float(found["MeanAbsoluteError"])) == (5.0, 2.0)
     metrics.restore(before)  # again: the kept state was not changed
     assert float(module.mean.compute()) == 2.0
+
+
+def test_the_door_loads_lightning_when_it_is_used() -> None:
+    code = "import sys, scrimp.ext.lightning; assert not {'lightning', 'pytorch_lightning', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_fp16_is_mixed_precision() -> None:
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert precision_of(plugin, None) == "fp16"
+    with pytest.raises(RunError, match="the plugin Other is not possible"):
+        precision_of(type("Other", (pl.plugins.Precision,), {})(), None)
