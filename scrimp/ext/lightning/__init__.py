@@ -10,6 +10,7 @@ Read in this order:
     _strategy.py   `Budget`: which call of Lightning becomes which call of the engine
     _adopted.py    the engine that has a module's weights
     _step.py       one call of a LightningModule's method, which the engine may run more than once
+    _repeats.py    what a repeated step must not count twice
     _settings.py   what the Trainer and the optimizer say, as settings of the engine
     _checks.py     what would have no effect: it raises or warns
     _files.py      Lightning's own state in a checkpoint folder

@@ -12,7 +12,7 @@ from scrimp.chunks import Optimizer
 from scrimp.engine import Engine
 from scrimp.errors import RunError
 from scrimp.exchange import Sparse
-from scrimp.ext.lightning._package_private import Metrics
+from scrimp.ext.lightning._repeats import Counted
 from scrimp.ext.lightning._settings import Fit
 from scrimp.ext.lightning._step import Method
 
@@ -25,7 +25,7 @@ class Adopted:
 
     engine: Engine
     method: Method
-    metrics: Metrics
+    counted: Counted
     budget: dict[str, Any]
     fit: Fit | None
 
@@ -67,7 +67,7 @@ def _adopt(module: Any, budget: dict[str, Any], fit: Fit | None, weights: Any, o
     except BaseException:
         method.remove()
         raise
-    return Adopted(engine=engine, method=method, metrics=Metrics(module), budget=budget, fit=fit)
+    return Adopted(engine=engine, method=method, counted=Counted(module), budget=budget, fit=fit)
 
 
 def _check_same(found: Adopted, budget: dict[str, Any], fit: Fit | None) -> None:

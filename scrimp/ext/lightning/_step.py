@@ -2,7 +2,7 @@
 
 The engine adopts the LightningModule itself, so that names of parameters are Lightning's. It runs `model(*batch)`; for the
 duration of one call `Method` lets that be `training_step`. The engine may run it more than once: an attempt that does not fit is
-undone and repeated. So `self.log` and metrics count only once, with the values of the last run.
+undone and repeated. So `self.log` counts only once, with the values of the last run, and so does what `_repeats.py` puts back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from scrimp.errors import RunError
-from scrimp.ext.lightning._package_private import Metrics
+from scrimp.ext.lightning._repeats import Counted
 
 
 class NoLoss(Exception):  # noqa: N818 - no error: training_step returned None, which means that Lightning skips the batch
@@ -71,22 +71,23 @@ class Call:
     """Runs a method of the module, perhaps repeatedly, and keeps what the last run logged. `keeps`: also the dict that it
     returned."""
 
-    def __init__(self, module: nn.Module, method: Callable[..., Any], metrics: Metrics, *, keeps: bool = False) -> None:
-        self._module, self._method, self._metrics, self._keeps = module, method, metrics, keeps
-        self._first = metrics.state()
+    def __init__(self, module: nn.Module, method: Callable[..., Any], counted: Counted, *, keeps: bool = False) -> None:
+        self._module, self._method, self._counted, self._keeps = module, method, counted, keeps
+        self._first = counted.now()
         self._runs, self._open = 0, False
         self._new: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._logged = self._new
         self.output: Mapping[str, Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        last = self._metrics.state() if self._runs else self._first
-        self._metrics.restore(self._first)
+        last = self._counted.now() if self._runs else self._first
+        if self._runs:
+            self._counted.back(self._first)
         self._runs, self._new, self._open = self._runs + 1, [], True
         try:
             output = self._method(*args, **kwargs)
         except BaseException:
-            self._metrics.restore(last)  # a recomputation ends by an exception when backward has what it needs
+            self._counted.back(last)  # a recomputation ends by an exception when backward has what it needs
             raise
         finally:
             self._open = False

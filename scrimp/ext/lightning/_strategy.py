@@ -226,7 +226,7 @@ class Budget(pl.strategies.ParallelStrategy):  # type: ignore[misc,name-defined]
         now = module.trainer.accumulate_grad_batches
         if mine.fit is None or mine.fit.micro_batches != now:
             raise RunError(f"accumulate_grad_batches changed to {now} during training; the engine was built for {mine.fit}")
-        call = Call(module, needs_loss(module.training_step, self.root_device), mine.metrics, keeps=True)
+        call = Call(module, needs_loss(module.training_step, self.root_device), mine.counted, keeps=True)
         run = mine.engine.backward
         if self._at_once:
             copy_settings(self.optimizers[0], mine.engine)
@@ -287,7 +287,7 @@ class Budget(pl.strategies.ParallelStrategy):  # type: ignore[misc,name-defined]
                 each.training = True
             return method(*args, **kwargs)
 
-        call = Call(module, run, mine.metrics)
+        call = Call(module, run, mine.counted)
         with call.logging():
             return mine.engine.evaluate(call, *args, **kwargs)
 
