@@ -86,6 +86,9 @@ class Call:
         self._runs, self._new, self._open = self._runs + 1, [], True
         try:
             output = self._method(*args, **kwargs)
+        except NoLoss:  # a complete run too
+            self._logged = self._new
+            raise
         except BaseException:
             self._counted.back(last)  # a recomputation ends by an exception when backward has what it needs
             raise
@@ -103,8 +106,11 @@ class Call:
         own = vars(self._module)
         before = own.get("log")
         own["log"] = self._record
+        skipped: NoLoss | None = None
         try:
             yield
+        except NoLoss as error:
+            skipped = error
         finally:
             del own["log"]
             if before is not None:
@@ -112,6 +118,8 @@ class Call:
         log: Any = self._module.log
         for args, kwargs in self._logged:
             log(*args, **kwargs)
+        if skipped is not None:
+            raise skipped
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
         if self._open:  # else a layer logs again, because backward recomputes it

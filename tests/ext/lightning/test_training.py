@@ -111,6 +111,7 @@ class Extra(Tiny):
         self.right = torchmetrics.MeanMetric()
         self.gain = torch.nn.Parameter(torch.ones(()))  # its own, used in training_step alone
         self.seen: list[Any] = []
+        self.batches = 0
         self.model.tokens.register_forward_pre_hook(self.count)
 
     runs = 0
@@ -121,6 +122,8 @@ class Extra(Tiny):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         logits = self(batch) * self.gain
+        self.batches += 1
+        self.log("batches", self.batches, on_step=False, on_epoch=True, reduce_fx="sum")
         if batch_idx == 2:
             return None
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), batch[:, 1:].reshape(-1))
@@ -160,7 +163,8 @@ def test_outputs_logs_metrics_and_skipped_batches() -> None:
     (plain, a, want), (within, b, got) = run(None), run(Budget("540KiB"))
     assert b.ran > a.ran  # some steps ran more than once
     assert got.logged == want.logged
-    assert {"gain", "half", "right", "val_sum"} <= {*got.logged[0]}
+    assert a.batches == b.batches == 12  # skipped ones too
+    assert {"gain", "half", "right", "val_sum", "batches"} <= {*got.logged[0]}
     assert len(b.seen) == len(a.seen) == 10
     for (text, logits, loss), (text_a, logits_a, loss_a) in zip(b.seen, a.seen, strict=True):
         assert (text, loss) == (text_a, loss_a)
