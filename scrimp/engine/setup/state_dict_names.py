@@ -25,8 +25,8 @@ class Match:
     """Reads values by model name: `read(name)` takes the first name that a parameter or persistent buffer has in the model."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
-        names = {name for group, _ in _groups(model) for name in group}
-        self.weights = weights = converted(model, weights, names)
+        known = {name for group, _ in _groups(model) for name in group}
+        self.weights = weights = converted(model, weights, known)
         held = weights.shapes
         rename, ours = _prefix(model, held)
         self._names: dict[str, list[str]] = {}  # first name in the model -> names in the weights
