@@ -148,7 +148,7 @@ def read_elements(path: Path, there: Stored, span: slice) -> torch.Tensor:
     tensor = torch.empty(span.stop - span.start, dtype=there.dtype)
     if not tensor.numel():
         return tensor
-    view = tensor.view(torch.uint8).numpy().data.cast("B")
+    view = tensor.view(torch.uint8).numpy().data
     done, start = 0, there.start + span.start * there.dtype.itemsize
     with path.open("rb", buffering=0) as file:
         while done < len(view):

@@ -217,6 +217,24 @@ def test_memory_is_bounded_and_in_the_ledger(tmp_path: Path, monkeypatch: pytest
     assert any(waited)
 
 
+def test_a_call_that_needs_the_memory_of_copies_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = on_the_host()
+    run(engine, BATCHES[:2])
+    host, store = engine.ledger.host, engine._run.store
+    with held(monkeypatch) as go:
+        engine.save(tmp_path / "ckpt", wait=False)
+        run(engine, BATCHES[2:3])
+        engine._run.wait()
+        assert host.now["snapshot"] > 0
+        numel = sum(parameter.numel() for parameter in model_of("gpt-tiny").parameters())
+        store.host_room_nbytes = host.total_nbytes - host.now["snapshot"] + 4 * numel
+        threading.Timer(0.3, go.set).start()
+        with engine.full_parameters():
+            assert host.now["snapshot"] == 0
+        engine._run.saves.finish()
+    engine.close()
+
+
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model_of("gpt-tiny"))
     run(engine, BATCHES[:1])

@@ -33,6 +33,8 @@ def full_parameters(engine: Training, patterns: tuple[str, ...]) -> Iterator[nn.
     chosen = _chosen(engine, patterns)
     nbytes = sum(4 * slot.numel for _, slot in chosen.values())
     host, room = engine.ledger.host, engine.store.host_room_nbytes
+    if room is not None and host.total_nbytes + nbytes > room and host.now["snapshot"]:
+        engine.store.free_host()
     if room is not None and host.total_nbytes + nbytes > room:
         raise FitError(
             f"the fp32 parameters take {format_nbytes(nbytes)} on the host in addition to the "

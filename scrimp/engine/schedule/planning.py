@@ -146,6 +146,8 @@ class Planning:
         if store.sparse and store.ranks.world > 1 and self._on_device is not None and not for_good:
             return False
         room = store.host_room_nbytes
+        if store.books.host.now["snapshot"]:
+            store.free_host()
         layers = [k for k, placement in enumerate(store.placements) if placement.tier in (DEVICE, STREAMED)]
         for layer in reversed(layers):  # from the last: the next forward needs the first layers first
             weights, *rest = store.placement_nbytes(layer)

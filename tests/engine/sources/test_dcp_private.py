@@ -54,6 +54,7 @@ def test_the_values_are_those_that_were_saved(form: str, tmp_path: Path) -> None
     assert all(torch.equal(found[name], want[name]) for name in want)
 
 
+@pytest.mark.full
 def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     pool(2).run(jobs.save_dcp, "gpt-tiny", str(tmp_path), timeout_seconds=120)
     found, want = loaded(tmp_path), model().state_dict()
