@@ -15,7 +15,7 @@ import torch
 import scrimp
 from scrimp import zoo
 
-STEPS, BATCH, SEQ, WARM_UP, LR = int(sys.argv[1]) if len(sys.argv) > 1 else 200, 8, 128, 10, 2e-3
+STEPS, BATCH, SEQ, WARM_UP, LR = int(sys.argv[1]) if len(sys.argv) > 1 else 400, 8, 64, 10, 3e-3
 
 
 def rate(step: int) -> float:
@@ -28,9 +28,9 @@ def main() -> None:
     text = torch.frombuffer(bytearray((Path(__file__).parent / "text.txt").read_bytes()), dtype=torch.uint8).long()
     torch.manual_seed(0)
     with torch.device("meta"):  # the engine initialises the weights where they belong
-        model = zoo.build("gpt-tiny", vocab=256, seq=SEQ, dim=160, heads=5, layers=6)
+        model = zoo.build("gpt-tiny", vocab=256, seq=SEQ, dim=128, heads=4, layers=4)
     optimizer = scrimp.AdamW([("*norm*", {"weight_decay": 0.0})], lr=rate)
-    with scrimp.Engine(model, optimizer=optimizer) as engine:
+    with scrimp.Engine(model, optimizer=optimizer, clip_norm=1.0) as engine:
         joined = torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
         with scrimp.Progress(engine, steps=STEPS) as progress:
