@@ -109,6 +109,7 @@ def save_state(engine: Training, folder: str | Path, extra: Mapping[str, Any] | 
     if engine.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(engine.device)
     buffers = persistent(engine.model)
+    also = engine.exchanging.saved(engine)  # before the counts: packets of a sparse exchange count when they are applied
     content = Content(
         optimizer=type(engine.store.optimizer).__name__,
         groups=engine.optimizer.saved(),
@@ -118,7 +119,7 @@ def save_state(engine: Training, folder: str | Path, extra: Mapping[str, Any] | 
         loss_scale=(engine.loss_scale.value, engine.loss_scale.good),
         rng=random,
         buffers={name: buffer.detach().cpu().clone() for name, buffer in buffers.items()} if in_background else buffers,
-        also=engine.exchanging.saved(engine),
+        also=also,
         extra=extra,
     )
     save = Save(folder, engine.store, content)

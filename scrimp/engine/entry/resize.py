@@ -144,6 +144,7 @@ def _same_engines(engine: Training) -> None:
         "precision": engine.precision,
         "optimizer": (type(settings).__name__, settings.states, settings.state, len(engine.optimizer.param_groups)),
         "micro_batches": engine.micro_batches,
+        "reduction": engine.reduction,
         "chunk_numel": engine.alone.chunk_numel,
         "clip_norm": engine.clip_norm,
         "skip_nonfinite": engine.skip_nonfinite,
