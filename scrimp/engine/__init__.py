@@ -52,10 +52,12 @@ if TYPE_CHECKING:
     from scrimp.engine.schedule.operator_probe import probe_operators
     from scrimp.engine.schedule.probe import probe
     from scrimp.engine.setup.budget import Memory, available_host_nbytes
+    from scrimp.engine.setup.process_groups import meet_under_torchrun
 
 __all__ = [
     "Engine", "LoneRank", "Memory", "MeteredRanks", "Points", "Progress", "Recorder", "Timeline", "available_host_nbytes",
-    "chunked_cross_entropy", "parameter_parts", "parameter_sizes", "probe", "probe_operators", "recording", "stage_of",
+    "chunked_cross_entropy", "meet_under_torchrun", "parameter_parts", "parameter_sizes", "probe", "probe_operators", "recording",
+    "stage_of",
 ]  # fmt: skip
 
 __getattr__ = lazily(
@@ -77,6 +79,7 @@ __getattr__ = lazily(
         "probe_operators": "scrimp.engine.schedule.operator_probe",
         "Memory": "scrimp.engine.setup.budget",
         "available_host_nbytes": "scrimp.engine.setup.budget",
+        "meet_under_torchrun": "scrimp.engine.setup.process_groups",
     },
 )
 

@@ -19,7 +19,7 @@ Read in this order:
     folder.py     the run folder: new, or to resume
     loop.py       steps, validation, checkpoints
     dry.py        `--dry-run`: plan and rehearsal on meta
-    ranks.py, meeting.py, stop.py    how ranks meet, what they agree on between steps; signals
+    ranks.py, stop.py                what ranks agree on between steps; signals
     flops.py      FLOPs of a step, for the MFU
     set_pairs.py  --set name=value
 """

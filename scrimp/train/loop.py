@@ -62,9 +62,10 @@ class Loop:
                     figures["validation_loss"] = self.validate()
             progress.update(self.loss, self.tokens, **figures)
             due = config.checkpoint.every and done % config.checkpoint.every == 0
-            if due or signal or done == config.train.steps:
+            last = bool(signal) or done == config.train.steps
+            if due or last:
                 with progress.paused():
-                    self.save()
+                    self.save(wait=last or not config.checkpoint.background)
             if signal:
                 raise Stopped(signal)
 
@@ -80,13 +81,13 @@ class Loop:
             total += float(_loss(self.engine.evaluate(*args, **kwargs)))
         return self.ranks.mean_and_most(float(total) / count, 0)[0]
 
-    def save(self) -> None:
+    def save(self, *, wait: bool) -> None:
         where = self.folder / CHECKPOINTS
         path = step_folder(where, self.steps)
         if path == self.saved:
             return
         extra = {"train": {"step": self.steps, "samples": self.steps * self.config.train.batch, "order": self.order}}
-        self.engine.save(path, extra=extra)
+        self.engine.save(path, extra=extra, wait=wait)
         self.saved = path
         if self.ranks.first:
             prune(where, self.config.checkpoint.keep)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from scrimp.errors import RunError
-from scrimp.train.meeting import meet
+from scrimp.engine import meet_under_torchrun
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-LIMIT = timedelta(minutes=10)  # in which all ranks must have started
 
 
 @dataclass
@@ -67,10 +64,7 @@ def join(device: str | None) -> Ranks:
         cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        try:
-            _init("nccl" if cuda else "gloo")
-        except (RuntimeError, ValueError, OSError) as error:  # TimeoutError is an OSError
-            raise RunError(_not_met(str(error).partition("\n")[0])) from error
+        meet_under_torchrun("cuda" if cuda else "cpu")
         made = True
     if not dist.is_available() or not dist.is_initialized():
         return Ranks()
@@ -78,26 +72,6 @@ def join(device: str | None) -> Ranks:
     local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     group = dist.new_group(backend="gloo") if world > 1 else None
     return Ranks(rank=rank, world=world, local=local, here=here, group=group, made=made)
-
-
-def _init(backend: str) -> None:
-    """Makes the process group in torchrun's store, below a prefix of this attempt."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    master = rank == 0 and not of_torchrun
-    store = dist.TCPStore(address, port, world, is_master=master, timeout=LIMIT)  # type: ignore[attr-defined]
-    own = dist.PrefixStore(f"scrimp/{meet(store, rank, world, LIMIT)}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world)
-
-
-def _not_met(why: str) -> str:
-    address = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
-    return (
-        f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} did not meet the others at {address}: {why}; check "
-        "that this address is that of the first machine, that its port is open and free, and that all machines were started; "
-        "torchrun --rdzv-endpoint HOST:PORT sets it"
-    )
 
 
 def restarted() -> bool:

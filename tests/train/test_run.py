@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from scrimp.engine import Engine
 from scrimp.errors import CheckpointError, FitError, RunError, ScrimpError
 from scrimp.train import AUTO, NEW, RESUME, read_config, train
 from scrimp.train import run as run_module
@@ -69,6 +70,25 @@ def test_the_saved_configuration_resumes_too(finished: Path, tmp_path: Path) -> 
     run(folder / "config.toml", "train.steps=7", how=RESUME, folder=folder)
     assert [row[0] for row in losses(folder)] == [*range(7)]
     assert losses(folder)[:4] == losses(finished)[:4]
+
+
+def test_checkpoints_in_the_background_resume_bit_by_bit(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[bool] = []
+    own = Engine.save
+
+    def save(engine: Engine, folder: Path, **given: Any) -> None:
+        waits.append(given["wait"])
+        own(engine, folder, **given)
+
+    monkeypatch.setattr(Engine, "save", save)
+    config = written(tmp_path)
+    run(config, "checkpoint.background=true", folder=tmp_path / "run")
+    assert waits == [False, False, True]  # the last one is complete before the run ends
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["step-00000004", "step-00000006"]
+    assert losses(tmp_path / "run") == losses(finished)
+    folder = cut(tmp_path / "run", tmp_path / "again")
+    run(config, "checkpoint.background=true", how=RESUME, folder=folder)
+    assert losses(folder) == losses(finished)
 
 
 def test_auto_begins_and_goes_on(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from scrimp._warnings import warn
 from scrimp.chunks import Rates, Wire
 from scrimp.engine.setup.budget import Budget
+from scrimp.engine.setup.meeting import meet
 from scrimp.errors import MoveError, RunError
 from scrimp.exchange import Dense, Sparse
 from scrimp.layout import Mesh
@@ -28,18 +29,43 @@ def join_world(device: torch.device) -> Wire:
     if not dist.is_available():
         return Wire()
     if not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        meet_under_torchrun(device.type)
     if not dist.is_initialized():
         return Wire()
-    if dist.get_rank() == 0 and _restarts_with_old_addresses():
+    if dist.get_rank() == 0 and dist.group.WORLD is not _met and _restarts_with_old_addresses():
         words = (
             "torchrun restarts failed ranks here, and keeps the store by which they find each other: a restarted rank may wait "
-            "for the address of a dead one, as long as the group's time-out; start torchrun with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+            "for the address of a dead one, as long as the group's time-out; leave init_process_group out, and the engine makes "
+            "the group; or start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
         )
         warn(words)
     over_gloo = dist.get_backend() == "gloo"
     return Wire(world=dist.get_world_size(), rank=dist.get_rank(), device=torch.device("cpu") if over_gloo else device)
+
+
+_met: Any = None  # the default process group, if it was made here
+MEETING = timedelta(minutes=10)  # in which all ranks must have started
+
+
+def meet_under_torchrun(device: str) -> None:
+    """Makes the default process group of the ranks that torchrun started, in its store, below a prefix of this attempt."""
+    global _met
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        master = rank == 0 and not of_torchrun
+        store = dist.TCPStore(address, port, world, is_master=master, timeout=MEETING)  # type: ignore[attr-defined]
+        own = dist.PrefixStore(f"scrimp/{meet(store, rank, world, MEETING)}", store)  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=own, rank=rank, world_size=world)
+    except (RuntimeError, ValueError, OSError) as error:  # TimeoutError is an OSError
+        why = str(error).partition("\n")[0]
+        raise RunError(
+            f"rank {rank} of {world} did not meet the others at {address}:{port}: {why}; check that this address is that of the "
+            "first machine, that its port is open and free, and that all machines were started; torchrun --rdzv-endpoint "
+            "HOST:PORT sets it"
+        ) from error
+    _met = dist.group.WORLD
 
 
 def _restarts_with_old_addresses() -> bool:

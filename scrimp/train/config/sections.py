@@ -154,6 +154,10 @@ class CheckpointSection:
 
     every: int = keys.whole(500, "Steps between checkpoints. 0: only at the end.", least=0)
     keep: int = keys.whole(2, "The newest that are kept.")
+    background: bool = keys.flag(
+        False,
+        "Write while training goes on, but for the last one. Takes host memory for copies, as far as memory.host leaves some.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from scrimp.train.meeting import LEADER, meet
+from scrimp.engine.setup.meeting import LEADER, meet
 
 LIMIT = timedelta(seconds=20)
 
