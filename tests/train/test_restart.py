@@ -28,7 +28,7 @@ def lines(folder: Path) -> int:
 def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
     """Every loss has the bits of an undisturbed run of two ranks."""
     config = written(tmp_path, TOML.replace("steps = 6", "steps = 60").replace("every = 3", "every = 30"))
-    pool(2).run(JOB, str(config), [f"run.folder={tmp_path / 'whole'}"], "new")
+    pool(2).run(JOB, str(config), [f"run.folder={tmp_path / 'whole'}"], "new", timeout_seconds=300)
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m",
         "scrimp", "train", str(config), "--quiet",
