@@ -71,7 +71,9 @@ class Agreement:
         if self.wire.rank:
             if meet:
                 self.wire.meet()
-            return str(json.loads(self._await("outcome", 2 * self._timeout, "rank 0 has not ended the save")))
+            outcome = str(json.loads(self._await("outcome", 2 * self._timeout, "rank 0 has not ended the save")))
+            self.store.set(f"{self.key}/read/{self.wire.rank}", "")
+            return outcome
         rows, missing = [], ""
         for rank in range(self.wire.world):
             try:
@@ -87,7 +89,16 @@ class Agreement:
         self.store.set(f"{self.key}/outcome", json.dumps(outcome))
         if meet:
             self.wire.meet()
+        if not missing:
+            self._let_all_read()
         return outcome
+
+    def _let_all_read(self) -> None:
+        """Rank 0's process may hold the store, and may be about to end."""
+        with suppress(CheckpointError, RuntimeError):  # a rank that has died reads nothing
+            for rank in range(1, self.wire.world):
+                self._await(f"read/{rank}", ENDING, f"rank {rank} has not read the outcome")
+                self.store.delete_key(f"{self.key}/read/{rank}")
 
     def _conclude(
         self, rows: list[Any], error: BaseException | None, commit: Callable[[list[Any]], None], undo: Callable[[], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -125,6 +126,26 @@ def one_never_writes(name: str, folder: str) -> str:
             words = closed(engine)
             dist.barrier()
     return words
+
+
+def one_reads_late(name: str, folder: str, wait: bool) -> float:
+    """When the save has ended, by a clock that both processes have. Rank 1 reads the outcome late."""
+    engine = made(name, {})
+    real = _agree.Agreement._await
+
+    def late(self: _agree.Agreement, key: str, timeout: timedelta, words: str) -> bytes:
+        if key == "outcome":
+            time.sleep(0.5)
+        found = real(self, key, timeout, words)
+        if key == "outcome":
+            read.append(time.monotonic())
+        return found
+
+    read: list[float] = []
+    with patch.object(_agree.Agreement, "_await", late):
+        engine.save(Path(folder) / "ckpt", wait=wait)
+        engine.close()
+    return read[0] if read else time.monotonic()
 
 
 def closed(engine: Engine) -> str:

@@ -352,6 +352,13 @@ def test_an_error_of_one_rank_is_raised_by_all_in_the_same_call(failing: int, tm
     assert json.loads((tmp_path / "first" / "manifest.json").read_text())["steps"] == 1
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_rank_0_ends_a_save_when_all_have_read_its_outcome(wait: bool, tmp_path: Path) -> None:
+    """Its process holds the ranks' store, and may end at once."""
+    ended, read = pool(2).run(jobs.one_reads_late, "gpt-tiny", str(tmp_path), wait, timeout_seconds=120)
+    assert read <= ended
+
+
 def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
     words = pool(2).run(jobs.one_never_writes, "gpt-tiny", str(tmp_path), timeout_seconds=120)
     assert "rank 1 has not written its part for" in words[0]

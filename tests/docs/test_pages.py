@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import inspect
 import re
 import signal
@@ -107,6 +108,10 @@ def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest
                 exec(compile(code, str(path), "exec"), vars(page))
     finally:
         signal.signal(signal.SIGTERM, terminated)  # a page may show how to handle it
+        # A DDP model that outlives its process group frees it under Python's lock, and waits for gloo's thread, which may be
+        # waiting for that lock to free a tensor: so the page's objects go first.
+        vars(page).clear()
+        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
 

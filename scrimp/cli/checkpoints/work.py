@@ -38,7 +38,7 @@ def verify(console: Console, folder: Path) -> bool:
         _ = checkpoint.headers  # the manifest and the files agree
         nbytes = sum((checkpoint.folder / row.name).stat().st_size for row in checkpoint.manifest.files)
         console.print(
-            f"{checkpoint.folder}: {len(checkpoint.manifest.files)} files, {format_nbytes(nbytes)}: complete, undamaged"
+            f"{checkpoint.folder}: {_files(len(checkpoint.manifest.files))}, {format_nbytes(nbytes)}: complete, undamaged"
         )
     return not found
 
@@ -109,3 +109,7 @@ def export(folder: Path, out: Path, *, dtype: str | None, max_shard: str, files_
         check_export(checkpoint, out, dtype, max_shard, files_from)
     for name in write_exported(checkpoint.folder, out, dtype=dtype, max_shard=max_shard, files_from=files_from):
         typer.echo(f"written: {out if out.suffix == '.safetensors' else out / name}")
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
