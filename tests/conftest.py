@@ -44,11 +44,11 @@ FIRST = (
     "engine/lowered/test_planned_steps", "faults/test_restarts", "train/test_ranks", "engine/gradients/test_sparse",
     "engine/test_engine_ranks", "move/run/test_run",
     "lower/test_interpret", "lower/test_ranks", "engine/lowered/test_planned_engine", "engine/lowered/test_planned_faults",
-    "planner/test_plan", "faults/test_restarts", "bench/test_memory", "planner/pipeline/test_planner", "ext/test_ddp",
+    "planner/test_plan", "bench/test_memory", "planner/pipeline/test_planner", "ext/test_ddp",
     "engine/test_int8", "engine/entry/test_resize",
     "chunks/kernels/test_build", "checkpoint/test_checkpoint", "engine/test_engine", "cli/demo/test_demo",
     "planner/mesh/test_search", "planner/solver/test_solve", "planner/answers/test_answers", "bench/test_gpu",
-    "rules/test_dtensor", "engine/test_hf", "cli/test_cli", "engine/entry/test_resize", "cli/test_train", "ext/hf/test_trainer",
+    "rules/test_dtensor", "engine/test_hf", "cli/test_cli", "cli/test_train", "ext/hf/test_trainer",
     "move/plan/test_synthesize", "capture/trace/test_hf_patches",
 )  # fmt: skip
 
