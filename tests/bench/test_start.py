@@ -10,6 +10,7 @@ import pytest
 from bench.run import start
 
 
+@pytest.mark.full
 def test_both_starts_give_one_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "found.json"
     start.main(["--quick", "--part", "zero-3", "--json", str(path)])

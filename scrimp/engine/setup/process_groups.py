@@ -51,11 +51,10 @@ def meet_under_torchrun(device: str) -> None:
     """Makes the default process group of the ranks that torchrun started, in its store, below a prefix of this attempt."""
     global _met
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
-        master = rank == 0 and not of_torchrun
-        store = dist.TCPStore(address, port, world, is_master=master, timeout=MEETING)  # type: ignore[attr-defined]
+        master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = dist.TCPStore(address, int(port), world, is_master=master, timeout=MEETING)  # type: ignore[attr-defined]
         own = dist.PrefixStore(f"scrimp/{meet(store, rank, world, MEETING)}", store)  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=own, rank=rank, world_size=world)
     except (RuntimeError, ValueError, OSError) as error:  # TimeoutError is an OSError

@@ -88,6 +88,7 @@ def test_a_capture_that_warns_warns_at_every_start() -> None:
             graph_of(plan, Counting(), Wire())
 
 
+@pytest.mark.full
 def test_a_start_from_the_cache_does_not_load_torchs_compiler(tmp_path: Path) -> None:
     plan = plan_of("gpt-tiny", "x=1", "ddp")
     path = tmp_path / "plan.json"

@@ -5,6 +5,8 @@ A pairwise sample of the cases of `make test-run` (`tests/run`), with fewer step
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -33,7 +35,13 @@ def plainly(name: str, settings: dict[str, object], optimizer: str, steps: int) 
     return losses, {key: each.detach() for key, each in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("case", sample(), ids=str)
+def marked(case: Case) -> Any:
+    """Eight processes that each load transformers and capture a model of it take longest: with `--full`."""
+    largest = case.model.startswith("hf-") and case.mesh.count("=") == 3
+    return pytest.param(case, marks=pytest.mark.full) if largest else case
+
+
+@pytest.mark.parametrize("case", map(marked, sample()), ids=str)
 def test_a_plan_trains_as_one_process(case: Case) -> None:
     if case.model.startswith("hf-"):
         pytest.importorskip("transformers")
