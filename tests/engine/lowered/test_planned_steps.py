@@ -41,7 +41,7 @@ def marked(case: Case) -> Any:
     return pytest.param(case, marks=pytest.mark.full) if largest else case
 
 
-@pytest.mark.parametrize("case", map(marked, sample()), ids=str)
+@pytest.mark.parametrize("case", [*map(marked, sample())], ids=str)
 def test_a_plan_trains_as_one_process(case: Case) -> None:
     if case.model.startswith("hf-"):
         pytest.importorskip("transformers")
