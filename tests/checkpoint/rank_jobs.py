@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -33,11 +35,9 @@ def train(engine: Engine, name: str, steps: range) -> None:
         engine.step(*(tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in batch))
 
 
-def save_beside_training(name: str, settings: dict, folder: str) -> None:
-    """Saves, waiting and not, from the same state; training goes on while the second is held up."""
-    engine = made(name, settings)
-    train(engine, name, range(3))
-    engine.save(Path(folder) / "want")
+@contextmanager
+def held_up() -> Iterator[threading.Event]:
+    """Every write of a tensor waits for the event, for a minute at most."""
     go, real = threading.Event(), _write.ShardFile.append
 
     def append(self: _write.ShardFile, tensor: str, part: torch.Tensor) -> None:
@@ -45,6 +45,15 @@ def save_beside_training(name: str, settings: dict, folder: str) -> None:
         real(self, tensor, part)
 
     with patch.object(_write.ShardFile, "append", append):
+        yield go
+
+
+def save_beside_training(name: str, settings: dict, folder: str) -> None:
+    """Saves, waiting and not, from the same state; training goes on while the second is held up."""
+    engine = made(name, settings)
+    train(engine, name, range(3))
+    engine.save(Path(folder) / "want")
+    with held_up() as go:
         engine.save(Path(folder) / "ckpt", wait=False)
         train(engine, name, range(3, 5))
         assert not (Path(folder) / "ckpt").exists()
@@ -59,13 +68,7 @@ def save_under_a_plan(plan: str, name: str, rows: int, folder: str) -> None:
     for step in range(2):
         planned_engine.stepped(engine, name, {}, rows, step)
     engine.save(Path(folder) / "want")
-    go, real = threading.Event(), _write.ShardFile.append
-
-    def append(self: _write.ShardFile, tensor: str, part: torch.Tensor) -> None:
-        go.wait(60)
-        real(self, tensor, part)
-
-    with patch.object(_write.ShardFile, "append", append):
+    with held_up() as go:
         engine.save(Path(folder) / "ckpt", wait=False)
         for step in range(2, 4):
             planned_engine.stepped(engine, name, {}, rows, step)
@@ -108,15 +111,9 @@ def fail_on(name: str, failing: int, folder: str) -> tuple[int, str, int]:
 def one_never_writes(name: str, folder: str) -> str:
     """Rank 1 is stuck in its first write. Rank 0 gives up after a while, and says who is late."""
     engine = made(name, {})
-    go, real = threading.Event(), _write.ShardFile.append
-
-    def append(self: _write.ShardFile, tensor: str, part: torch.Tensor) -> None:
-        go.wait(60)
-        real(self, tensor, part)
-
     with patch.object(_agree, "group_timeout", lambda *_: timedelta(seconds=1)):
         if dist.get_rank():
-            with patch.object(_write.ShardFile, "append", append):
+            with held_up() as go:
                 engine.save(Path(folder) / "ckpt", wait=False)
                 dist.barrier()
                 go.set()
